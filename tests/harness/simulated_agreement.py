@@ -1,13 +1,16 @@
 """The agreement of simulated ranks: the engine's own, on doubles of what it shares with other ranks.
 
 What others answer is taken for granted where they can only say the same, and shows when what all did is played
-(`simulated_waits`). What is not is which parameters others lack: `UnusedParams` is asked when all ranks have come to
-the end of a backward, in any order, and again when all have answered.
+(`simulated_waits`). What is not is which parameters others lack: whether any lacks some is known before the ranks end
+their backwards, and the bits are compared afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +19,12 @@ from flatfsdp.engine.agreement.divergence import ModelNames
 from flatfsdp.engine.agreement.op_sequence import Meetings, OpSequence
 from flatfsdp.engine.agreement.ops import Op, UnitEntry
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
-from flatfsdp.engine.agreement.unused_params import UnusedAnswers, UnusedParams, entries_in
+from flatfsdp.engine.agreement.unused_params import UnusedParams
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.comm.comm_stats import CommStats
-from tests.harness.simulated_waits import GATHERS, LACKS, REDUCTIONS, Stream
+from tests.harness.simulated_waits import BITMAPS, GATHERS, REDUCTIONS, Stream
 
 SCOPE = "model"
-
-
-class Waits(BaseException):
-    """A rank waits for what others lacked in a backward."""
 
 
 class Trace:
@@ -37,16 +36,16 @@ class Trace:
 
     def __init__(self) -> None:
         self.operations: Stream = []
-        self.counts = {GATHERS: 0, REDUCTIONS: 0}
+        self.counts = {GATHERS: 0, REDUCTIONS: 0, BITMAPS: 0}
         self.comm_stats = CommStats()
 
     def append(self, kind: str, what: Any = None) -> None:
         self.operations.append((kind, what))
 
-    def issue(self, name: str, units: Sequence[str]) -> int:
-        """The number of this collective among those of its communicator."""
+    def issue(self, name: str, *what: str | int) -> int:
+        """The number of this collective, for `what`, among those of its communicator."""
         number = self._count(name)
-        self.append("issue", (name, number, tuple(units)))
+        self.append("issue", (name, number, what))
         return number
 
     def exchange(self, code: int) -> None:
@@ -72,9 +71,14 @@ class Store:
     def read(self, key: str) -> str | None:
         return self.texts.get(key)
 
-    def erase(self, *keys: str) -> None:
-        for key in keys:
-            self.texts.pop(key, None)
+    def raise_alarm(self, alarm: str) -> None:
+        """All ranks are asked in any case (`JobNotes.let_all_answer`)."""
+
+    def wait(self, complete: Any, seconds: float) -> bool:
+        return bool(complete())
+
+    def count(self, key: str, step: int) -> int:
+        return 0
 
 
 class _Meetings(Meetings):
@@ -89,18 +93,17 @@ class _Meetings(Meetings):
         self._announced = at, op.code, issued
         self._trace.append("announce", (at, op.code))
 
-    def announce_end(self, at: int, issued: int) -> None:
-        self._announced = at, self._announced[1], issued
-
     def meet(self, at: int, step: int) -> None:
         self._trace.append("meet", self._announced)
 
 
 class _Sequence(OpSequence):
-    def __init__(self, peers: RankExchange, trace: Trace, job: JobNotes) -> None:
+    unused: _Unused
+
+    def __init__(self, peers: RankExchange, trace: Trace) -> None:
         super().__init__(peers)
         self.meetings = _Meetings(peers, trace)
-        self.unused = _Unused(peers, job)
+        self.unused = _Unused(peers, trace)
         self._trace = trace
 
     def start(self, part: str) -> None:
@@ -115,64 +118,57 @@ class _Sequence(OpSequence):
         super().show(op, **how)
         self._did(op)
 
-    def announce(self, op: Op) -> None:
-        super().announce(op)
-        if self.announced is None:
-            self._did(op)
-
-    def meet_announced(self) -> None:
-        op = self.announced
-        super().meet_announced()
-        if op is not None:
-            self._did(op)
+    def end_backward(self, op: Op, lacking: int) -> int:
+        self.unused.end = functools.cache(lambda: self._did(op))
+        absent = super().end_backward(op, lacking)
+        self.unused.end()
+        return absent
 
     def _did(self, op: Op) -> None:
+        self.unused.did(self.position - 1, op.code)
         self._trace.append("did", (self.position - 1, op.code))
 
 
-class _Answers(UnusedAnswers):
-    """They answer the same where a rank that waits is asked again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._decided: dict[int, bool] = {}
-
-    def record(self, at: int, kind: int, lacking: int, **how: Any) -> bool:
-        if at not in self._decided:
-            self._decided[at] = super().record(at, kind, lacking, **how)
-        return self._decided[at]
-
-    def has_decided(self, at: int) -> bool:
-        """Whether it was settled if this rank waits for others in the backward at this place."""
-        return at in self._decided
-
-    def takes_part(self, at: int) -> bool:
-        """Whether it does."""
-        return self._decided.get(at, False)
-
-
 class _Unused(UnusedParams):
-    answers: _Answers
+    """What others lack is not waited for here, but where what all did is played.
 
-    def __init__(self, peers: RankExchange, job: JobNotes) -> None:
+    Attributes:
+        bits: what this rank lacked in backwards with a bitmap, by their last places.
+        end: the backward has come to its end.
+    """
+
+    def __init__(self, peers: RankExchange, trace: Trace) -> None:
         super().__init__(peers)
-        self.answers = _Answers()
-        self._job = job
+        self.bits: dict[int, int] = {}
+        self.end: Callable[[], None] = lambda: None
+        self._trace = trace
+        self._did: tuple[int, int] = 0, 0
 
-    @property
-    def place(self) -> int:
-        """Of the backward that runs."""
-        return self._at
+    def did(self, at: int, code: int) -> None:
+        """The last op, at this place."""
+        self._did = at, code
 
-    def _publish(self, key: str, entry: str, what: str, **how: Any) -> dict[int, tuple[int, bool]]:
-        store = self._job.store
-        store.append(key, entry)
-        if how.get("calls"):
-            self._job.call(self._at)  # whose watchdogs answer
-        found = entries_in(store.read(key) or "")
-        if len(found) < len(self._peers.ranks) and not how.get("calls"):
-            raise Waits
-        return found
+    def lacked_by_all(self, lacking: int) -> int:
+        self.end()
+        self.bits[self._did[0]] = lacking
+        number = self._trace.issue(BITMAPS, self._did[0])
+        if lacking:
+            self._trace.append("await", (BITMAPS, number))
+        return 0
+
+    def found(self, bits: Sequence[dict[int, int]]) -> int:
+        """What all ranks lacked in the last backward. `bits`: those of all ranks."""
+        at = self._did[0]
+        if at in self.bits:
+            return functools.reduce(operator.and_, (each.get(at, 0) for each in bits))
+        return functools.reduce(operator.and_, (lacks for lacks, _ in self._answers(at).values()))
+
+    def ask(self, at: int, lacking: int) -> int:
+        self.end()
+        self._trace.append("meet", (*self._did, None))  # others are past this place, or ask themselves
+        self._peers.store.append(self._key(at), f"{self._peers.rank}:{lacking:x}:{self._looks_from};")
+        self.asked.append(at)
+        return 0
 
 
 class SimulatedAgreement(Agreement):
@@ -184,11 +180,14 @@ class SimulatedAgreement(Agreement):
     def __init__(self, rank: int, job: JobNotes, units: Sequence[str], parameters: int) -> None:
         super().__init__(check_values="off")
         self.trace, peers = Trace(), self.peers
-        peers.ranks, peers.scope = tuple(range(job.world)), SCOPE
-        watch: Any = SimpleNamespace(store=job.store, add=lambda *_: None, follow=lambda *_: None)
+        self._job = job
+        peers.rank, peers.ranks, peers.scope = rank, tuple(range(job.world)), SCOPE
+        watch: Any = SimpleNamespace(
+            store=job.store, add=lambda *_: None, follow=lambda *_: None, waiting=lambda *_, **__: nullcontext()
+        )
         peers.watch = watch
         peers.exchange = self._exchange  # type: ignore[method-assign]
-        self.sequence = _Sequence(peers, self.trace, job)
+        self.sequence = _Sequence(peers, self.trace)
         self.unused = self.sequence.unused
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         axes: Any = [SimpleNamespace(group=SimpleNamespace(ranks=peers.ranks, rank=rank))]
@@ -200,57 +199,33 @@ class SimulatedAgreement(Agreement):
         self.trace.append("backward")
         super().check_backward(*plan, **how)
 
-    def check_gradients(self, *, came: bool) -> None:
-        if came:
-            self.trace.append("came")
-        super().check_gradients(came=came)
-
-    def _exchange(self, code: int, *more: int) -> None:
+    def _exchange(self, code: int, *more: int) -> dict[int, list[int]]:
         self.trace.exchange(code)
+        return {rank: [code, int(self._job.lacking[rank] > 0)] for rank in self.peers.ranks}
 
     def lacked_by_all(self, lacking: int) -> int:
-        """What no rank brought gradients to in the backward that ends.
+        """What no rank brought gradients to in the backward that has ended, of what this one was `lacking`.
 
         Raises:
-            Waits: that is not known yet.
+            AgreementError: some ranks have no such backward.
         """
-        unused = self.unused
-        first = not unused.answers.has_decided(unused.place)
-        try:
-            return unused.lacked_by_all(lacking)
-        finally:
-            if first:
-                self.trace.append("issue", (LACKS, unused.place, ()))
-                if unused.answers.takes_part(unused.place):
-                    self.trace.append("await", (LACKS, unused.place))
+        return self.unused.found([rank.unused.bits for rank in self._job.ranks]) if lacking else 0
 
 
 class JobNotes:
     """What ranks of one job learn from each other about gradients that they lack.
 
     Attributes:
-        hosts_wait: whether no rank comes to the end of a backward before another one has called.
+        lacking: the bits of each rank in the step that ends.
     """
 
-    def __init__(self, world: int, *, hosts_wait: bool) -> None:
-        self.world, self.hosts_wait, self.store = world, hosts_wait, Store()
+    def __init__(self, world: int) -> None:
+        self.world, self.store = world, Store()
         self.ranks: list[SimulatedAgreement] = []
-        self._late: list[int] = []
+        self.lacking = [0] * world
 
-    def request(self, at: int, *, calls: bool = False) -> None:
-        """The watchdogs of all ranks consider that one lacks gradients in the backward at this place."""
-        for rank in self.ranks:
-            rank.unused.answers.consider(SCOPE, at, calls)
-
-    def call(self, at: int) -> None:
-        """A rank is about to take part in a reduction, and lacks what others do not expect."""
-        if self.hosts_wait:
-            self.request(at, calls=True)
-        else:
-            self._late.append(at)
-
-    def deliver(self) -> None:
-        """The calls that nobody had to wait for."""
-        for at in self._late:
-            self.request(at, calls=True)
-        self._late.clear()
+    def let_all_answer(self) -> None:
+        """The watchdogs of all ranks consider what others ask."""
+        for key in [*self.store.texts]:
+            for rank in self.ranks:
+                rank.unused.consider(SCOPE, int(key.rpartition("/")[2]), rank.sequence.position)

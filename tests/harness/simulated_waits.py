@@ -5,15 +5,14 @@ What a rank does is a list of operations, each a kind and what it is of:
 - "issue" a collective: the name of a communicator, a number, and what it is for; "await" it: the first two
 - "exchange", a collective for which the host waits: a number, and the code that is compared
 - "free" a unit; "follow": what is gathered from here on comes after what was computed
-- "part": one of an iteration begins; "backward": one does
+- "part": one of an iteration begins
 - "did": a place in the sequence, and the code of what all ranks do there
-- "announce": the same, of which others may not know; "came": gradients, in the backward that runs
+- "announce": the same, of which others may not know
 - "meet": as "did", and how many collectives were issued where no more will be; the host leaves a note, and waits for
   what the others do there
-- "lacks": a place; the others can learn what this rank lacked in the backward there
 
-Watchdogs answer for ranks that are past a place; where one waits that will issue no more, for those that have issued
-more; and where one has announced that no gradients come, for those to which some have (`OpSequence.consider`).
+Watchdogs answer for ranks that are past a place, and where one waits that will issue no more, for those that have
+issued more (`OpSequence.consider`).
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from flatfsdp.engine.agreement.ops import NONE_CAME
-
 Stream = list[tuple[str, Any]]
-GATHERS, REDUCTIONS, LACKS = "gather", "reduce", "lacks"
+GATHERS, REDUCTIONS, BITMAPS = "gather", "reduce", "bitmap"
 EXCHANGE = "what ranks compare"
 
 
@@ -77,17 +74,19 @@ def on_device(operations: Stream) -> list[Stream]:
             compute.append(awaited)
             host += [("count", None), awaited]
             after(host, compute, unshard, reduce)
-        elif kind == "await" and what[0] != LACKS:
+        elif kind == "await":
             compute.append((kind, what))
-        elif kind == "issue" and what[0] != LACKS:
+            if what[0] == BITMAPS:
+                after(compute, host)
+        elif kind == "issue":
             stream = unshard if what[0] == GATHERS else reduce
             if stream is reduce:
                 after(compute, reduce)
             stream += [(kind, what), ("await", what[:2])]
-            host.append(("count", None))
+            host += [("count", None)] if what[0] != BITMAPS else []
         else:
             host.append((kind, what))
-            if kind in ("meet", "await"):
+            if kind == "meet":
                 after(host, compute, unshard, reduce)
     return streams
 
@@ -100,7 +99,6 @@ class _Host:
         self.noted: dict[int, int] = {}
         self.ended: dict[int, int] = {}  # by place, how many collectives it had issued there, where it issues no more
         self.position = self.issued = 0
-        self.came = False
         self.marked: set[int] = set()
 
 
@@ -149,7 +147,7 @@ class Play:
     def _may_go_on(self, number: int, kind: str, what: Any, *, on_host: bool) -> bool:
         host = self._hosts[number]
         if kind in ("issue", "exchange"):
-            if on_host and (kind == "exchange" or what[0] != LACKS):
+            if on_host and (kind == "exchange" or what[0] != BITMAPS):
                 host.issued += 1
             if kind == "exchange":
                 self._codes.setdefault(what[0], set()).add(what[1])
@@ -166,10 +164,6 @@ class Play:
                 host.issued += 1
             case "part":
                 host.issued = 0
-            case "backward":
-                host.came = False
-            case "came":
-                host.came = True
             case "announce":
                 host.noted[what[0]] = what[1]
             case "did":
@@ -196,8 +190,6 @@ class Play:
         """What watchdogs find where ranks wait."""
         for host in self._hosts:
             at = host.position
-            if host.came and any(each.noted.get(at) == NONE_CAME.code for each in self._hosts):
-                raise Differ(f"gradients at {at}")
             if any(host.issued > each.ended.get(at, host.issued) for each in self._hosts):
                 raise Differ(f"one issues no more at {at}, and another one went on")
 

@@ -17,7 +17,7 @@ from . import ops
 from .divergence import ModelNames
 from .model_check import Checksums, Fact, InitialValues, exchange_facts, refuse_differences
 from .op_sequence import OpSequence
-from .ops import CAME, ENDED, EVALUATION, NONE_CAME, PLANS, TRAINING, BackwardPlan, Op, StepConditions, autocast_on
+from .ops import ENDED, EVALUATION, PLANS, TRAINING, UNFORESEEN, BackwardPlan, Op, StepConditions, autocast_on
 from .rank_exchange import RankExchange
 from .turns import GroupMember, Position
 
@@ -74,6 +74,7 @@ class Agreement:
         self.peers.spread_over(axes)
         self._sharded = sharded
         self._names = self.sequence.meetings.names = names
+        self.unused.count = names.units[-1].parameters.stop
         self.sequence.follow(comm_stats, events)
         self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, names.units))
         self._entered = [ops.entered(index, unit) for index, unit in enumerate(names.units)]
@@ -189,7 +190,7 @@ class Agreement:
         same parameters.
 
         `plan`: equal for backwards that are equal on this rank; `describe` is called for a new one. `reduces`: whether
-        any unit reduces gradients.
+        it brings gradients, and any unit reduces them.
         """
         if not self.peers.axes:
             return
@@ -204,58 +205,31 @@ class Agreement:
         self.sequence.start("a backward")
         if self.member.turns is not None:
             self.member.take("began a backward")
-        self.sequence.came = False
+        self.unused.begin(self.sequence.position)
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         self.sequence.progress.backwards += 1
-        if reduces:
-            self.unused.begin(self.sequence.position, op.code)
 
-    def check_issued(self, gathered: Sequence[int], reduced: Sequence[int]) -> None:
-        """Check, after a backward that reduces, that all ranks have issued the collectives of these units."""
-        if self.peers.axes:
-            self.sequence.next(self._issued(tuple(gathered), tuple(reduced)), completes=True, ends=True)
+    def check_issued(self, gathered: Sequence[int], reduced: Sequence[int], lacking: int) -> int:
+        """Check, after a backward that reduces, that all ranks have issued the collectives of these units. `lacking`: a
+        bit for each parameter of which this rank has no gradient; returns those of which no rank has one. [Note:
+        unused]"""
+        if not self.peers.axes:
+            return lacking
+        return self.sequence.end_backward(self._issued(tuple(gathered), tuple(reduced)), lacking)
 
-    def foresees_none(self, brings: Callable[[], bool]) -> bool:
-        """Whether all ranks know that the backward that begins computes no gradient. This is compared if an earlier
-        backward computed none: a rank whose gradients come late first waits for gathers, which others would not issue
-        if they waited for its note at their own first gradient. Not collective.
+    def check_unforeseen(self) -> None:
+        """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that
+        one came to all. Not collective."""
+        if self.peers.watch is not None:
+            self.peers.raise_verdict()
+            self.sequence.show(UNFORESEEN)
 
-        `brings`: whether this rank's backward will compute any.
-        """
-        if not self.sequence.expects(CAME, NONE_CAME) or self.peers.watch is None:
-            return False
-        self.peers.raise_verdict()
-        op = CAME if brings() else NONE_CAME
-        self.sequence.show(op)
-        return op is NONE_CAME
-
-    def check_gradients(self, *, came: bool) -> None:
-        """Called at the first gradient of a parameter in a backward that communicates, or at its end if none `came`.
-
-        Without gradients (as in `torch.autograd.grad`) a rank reduces nothing, so all ranks must be without them. A
-        backward without gradients is rare, and part of the sequence; one with gradients is part of it only if none were
-        expected. Not collective; a rank without gradients does not wait here, because others may wait for its gathers.
-        """
-        self.sequence.came = came
-        if self.peers.watch is None:
-            return
-        self.peers.raise_verdict()
-        if not came:
-            self.sequence.announce(NONE_CAME)
-        elif self.sequence.expects(CAME, NONE_CAME):
-            self.sequence.show(CAME)
-
-    def check_gathered(self, gathered: Sequence[int] | None) -> None:
-        """Check, after a backward without any gradient of a parameter, that no rank had one, and that these units, if
-        there are any, were gathered on all ranks. Not collective, since some ranks may wait for a gather.
-        """
-        if self.peers.watch is None:
-            return
-        self.peers.raise_verdict()
-        self.sequence.meet_announced()
-        if gathered is None:
-            return
-        self.sequence.show(self._issued(tuple(gathered), None), issued=self.sequence.issued)
+    def check_gathered(self, gathered: Sequence[int]) -> None:
+        """Check, after a backward that brought no gradients, that these units were gathered on all ranks. Not
+        collective, since some ranks may wait for a gather."""
+        if self.peers.watch is not None:
+            self.peers.raise_verdict()
+            self.sequence.show(self._issued(tuple(gathered), None), issued=self.sequence.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 

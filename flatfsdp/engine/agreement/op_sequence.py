@@ -75,14 +75,7 @@ class Meetings:
         """
         self.places.append(at)
         self._noted = op.words
-        self.leave_note(at, op, alarm=self._alarm(at, issued))
-
-    def announce_end(self, at: int, issued: int) -> None:
-        """Tell other ranks that this one, which left a note at `at`, issues no more than `issued` collectives there."""
-        self._peers.store.raise_alarm(self._alarm(at, issued))
-
-    def _alarm(self, at: int, issued: int | None) -> str:
-        return json.dumps([self._peers.scope, at, issued])
+        self.leave_note(at, op, alarm=json.dumps([self._peers.scope, at, issued]))
 
     def leave_note(self, at: int, op: Op, *, alarm: str | None = None) -> None:
         """Write the note of this rank's `op` at `at`, and the verdict if that decides it. `alarm`: raised if it is the
@@ -93,11 +86,8 @@ class Meetings:
         if here == 1 and alarm is not None:
             notes.raise_alarm(alarm)
 
-    def meet(self, at: int, step: int, *, noted_early: bool = False) -> None:
-        """Wait for the notes of all ranks at `at`; raises unless all are the same.
-
-        `noted_early`: ranks may have left theirs before they have met at the place before.
-        """
+    def meet(self, at: int, step: int) -> None:
+        """Wait for the notes of all ranks at `at`; raises unless all are the same."""
         peers, place = self._peers, self._place(at)
         notes = peers.store
         self.waits_at = at
@@ -121,7 +111,7 @@ class Meetings:
         self.waits_at = None
         if peers.rank == peers.ranks[0]:
             # All ranks have a note here, so all have left earlier places: the notes there can be erased.
-            while self._settled and not noted_early:
+            while self._settled:
                 erase(notes, self._place(self._settled.pop()), peers.ranks)
             self._settled.append(at)
 
@@ -143,10 +133,6 @@ class Meetings:
         """Whether the notes at `at` are known to differ."""
         return self._peers.store.read(f"{self._place(at)}/verdict") == DIFFERENT
 
-    def is_noted(self, at: int, op: Op) -> bool:
-        """Whether the first note at `at` is of `op`."""
-        return self._peers.store.read(f"{self._place(at)}/first") == str(op.code)
-
     def _place(self, at: int) -> str:
         return f"{self._peers.scope}/{at}"
 
@@ -165,8 +151,6 @@ class OpSequence:
         position: the number of ops so far.
         progress: the number of steps and backwards so far.
         abandoned: the op with which the last iteration was abandoned here, until ranks have met there.
-        announced: an op that this rank has left a note of, until it meets the other ranks there.
-        came: whether gradients of parameters have come in the current or last backward.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -186,9 +170,6 @@ class OpSequence:
         self._logged: deque[tuple[int, Op, int]] = deque(maxlen=REMEMBERED)  # converted to `LoggedOp` when read
         self.progress = Progress()
         self.abandoned: LoggedOp | None = None
-        self.announced: Op | None = None
-        self.came = False
-        self._unmet: int | None = None  # the place of an announced op, if an exception came before ranks met there
 
     def follow(self, comm_stats: CommStats, events: EventLog) -> None:
         """Set the objects in which the model counts its collectives and records its events."""
@@ -198,13 +179,13 @@ class OpSequence:
         """Let the watchdog answer for this rank, after all ranks have answered."""
         peers = self._peers
         assert peers.watch is not None
-        self.unused.answers.connect(peers.rank, peers.scope, peers.store)
-        # Neither may reference the sequence.
-        publish, logged, known = self.unused.answers.publish_what_is_left, self._logged, weakref.ref(self)
+        # This may not reference the sequence.
+        logged, progress, known = self._logged, self.progress, weakref.ref(self)
         rank, scope, store = peers.rank, peers.scope, peers.store
 
         def publish_last() -> None:
-            publish()
+            if progress.backwards:
+                store.post(f"{scope}/unused/left/{rank}", str(logged[-1][0] + 1))
             if known() is None:
                 deleted_models.record(logged, rank=rank, scope=scope, store=store)
 
@@ -215,7 +196,7 @@ class OpSequence:
 
     def start(self, part: str) -> None:
         """Begin a part of an iteration."""
-        self.part, self._since, self._refused, self.announced = part, time.monotonic(), "", None
+        self.part, self._since, self._refused = part, time.monotonic(), ""
         self._issued_before = self._comm_stats.issued
 
     def refuse(self, error: BaseException) -> None:
@@ -252,19 +233,52 @@ class OpSequence:
             peers.raise_verdict()
         expected = self._predictor.expected()
         if expected != op.code:
-            if expected is None:
-                answers = peers.exchange(op.code)
-                if answers is not None:
-                    self.require_same(answers, op)
-            elif peers.watch is not None:
-                self.meetings.announce(self.position, op)
-                self.meetings.meet(self.position, self.progress.steps)
+            self._compare(op, expected)
         self._predictor.learn(op.code, unit=unit, completes=completes)
         self._logged.append((self.position, op, self.progress.steps))
         self.progress.steps += opens
         if ends:  # before the watch sees the position, and compares with a rank that may be in the next part already
             self._issued_before = self._comm_stats.issued
         self.position += 1
+
+    def end_backward(self, op: Op, lacking: int) -> int:
+        """Do `op` next, the last one of a backward in which this rank is `lacking` gradients of some parameters, a bit
+        each; returns those that all ranks lack. Collective if there is no expectation, or if ranks reduce a bitmap.
+
+        Raises:
+            AgreementError: the op of another rank differs; on every rank, within seconds.
+        """
+        peers, unused, at = self._peers, self.unused, self.position
+        peers.raise_verdict()
+        expected = self._predictor.expected()
+        answers = self._compare(op, expected, int(lacking > 0)) if expected != op.code else {}
+        if any(lacks for _, lacks in answers.values()):
+            unused.compares = True
+        compares = unused.compares and peers.watch is not None
+        if lacking and not compares:
+            unused.reserve(at)
+        # The part ends, and with it the count for comparison, before the watch sees the position.
+        self._issued_before = self._comm_stats.issued + (len(peers.axes) if compares else 0)
+        self._follow(op, completes=True)
+        if peers.watch is None:
+            return lacking
+        if compares:
+            return unused.lacked_by_all(lacking)
+        return unused.ask(at, lacking) if lacking else 0
+
+    def _compare(self, op: Op, expected: int | None, extra: int = 0) -> Mapping[int, list[int]]:
+        """Compare `op`, which is not `expected`, with the next ones of all ranks. Collective if nothing is expected:
+        then the result is each rank's code and `extra`."""
+        peers = self._peers
+        if expected is None:
+            answers = peers.exchange(op.code, extra)
+            if answers is not None:
+                self.require_same(answers, op)
+                return answers
+        elif peers.watch is not None:
+            self.meetings.announce(self.position, op)
+            self.meetings.meet(self.position, self.progress.steps)
+        return {}
 
     def require_same(self, answers: Mapping[int, list[int]], op: Op) -> None:
         """Fail unless the codes in the `answers` of all ranks are equal; `op` is that of this rank."""
@@ -282,28 +296,6 @@ class OpSequence:
             self._issued_before = self._comm_stats.issued
         self._follow(op, completes=True)
 
-    def announce(self, op: Op) -> None:
-        """Leave a note of `op` if it is not the expected one, and go on without a wait; `meet_announced` comes later.
-        Not collective."""
-        if self._predictor.expected() == op.code:
-            self._follow(op, completes=True)
-        else:
-            self.announced = op
-            self.meetings.announce(self.position, op)
-
-    def meet_announced(self) -> None:
-        """Wait for the notes of the other ranks at the announced op, if there is one. No collective."""
-        if self.announced is not None:
-            self.meetings.announce_end(self.position, self.issued)
-            op, self.announced = self.announced, None
-            self.meetings.meet(self.position, self.progress.steps)
-            self._follow(op, completes=True)
-
-    def expects(self, *among: Op) -> bool:
-        """Whether one of these ops is the expected next one."""
-        expected = self._predictor.expected()
-        return any(expected == op.code for op in among)
-
     def _follow(self, op: Op, *, completes: bool = False) -> None:
         self._predictor.learn(op.code, completes=completes)
         self._logged.append((self.position, op, self.progress.steps))
@@ -318,14 +310,9 @@ class OpSequence:
         """If the last iteration was abandoned here, wait until all ranks have abandoned it at the same place."""
         if self.abandoned is not None:
             at, op = self.abandoned.at, self.abandoned.op
-            unmet = self._unmet
-            if unmet is not None:
-                self.meetings.meet(unmet, self.progress.steps)
-                self._unmet = None
-            self.meetings.meet(at, self.progress.steps, noted_early=unmet is not None)
+            self.meetings.meet(at, self.progress.steps)
             self.abandoned = None
             self._predictor.forget_present()
-            self.unused.forget()
             self._follow(op)
 
     def publish_abandoned(self, error: BaseException | None) -> None:
@@ -340,10 +327,6 @@ class OpSequence:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
-        if self.announced is not None:  # ranks with the same op go on from there
-            self._unmet = self.position
-            self._follow(self.announced)
-            self.announced = None
         issued = self.issued
         because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
         op = ops.abandoned(issued, part, because)
@@ -409,9 +392,8 @@ class OpSequence:
         """Process the alarm of a rank, without waiting; returns True if it is settled or does not concern this rank."""
         peers, meetings = self._peers, self.meetings
         match parse(alarm):
-            case ["unused", str(scope), int(at), bool(calls)]:
-                self.unused.answers.consider(scope, at, calls)
-                return True
+            case ["unused", str(scope), int(at)]:
+                return self.unused.consider(scope, at, self.position)
             case [str(scope), int(at), int() | None as issued]:
                 pass
             case _:
@@ -420,17 +402,13 @@ class OpSequence:
             return True
         passed = self.position > at  # read before `places`: the main thread adds a place there before it meets
         if at in meetings.places:
-            left = self._unmet, self.abandoned.at if self.abandoned is not None else None
-            if self.announced is None and at not in left:
+            if self.abandoned is None or at != self.abandoned.at:
                 return True
         elif passed:
             quoted = self._logged_at(at)
             meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "passed this point long ago"))
-        # An announced op is behind this rank, for its next one: others have met there, or the notes there differ.
-        elif issued is not None and at == self.position + (self.announced is not None) and self.issued > issued:
+        elif issued is not None and at == self.position and self.issued > issued:
             meetings.leave_note(at, Op(-1, f"went on in {self.part}"))
-        elif self.came and self.position == at and meetings.is_noted(at, ops.NONE_CAME):
-            meetings.leave_note(at, ops.CAME)
         if not meetings.is_different(at):
             return False
         quoted = self._logged_at(at)

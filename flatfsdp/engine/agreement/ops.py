@@ -62,6 +62,7 @@ class BackwardPlan(NamedTuple):
 
     Attributes:
         sync: False under `no_sync()`.
+        brings: whether it brings gradients of parameters.
         begun, ended: units in the order in which they began their forward, and in which they last ended it with an
             output through which gradients can reach them.
         flats: flat gradients that it can compute, as (unit, kind).
@@ -71,6 +72,7 @@ class BackwardPlan(NamedTuple):
     """
 
     sync: bool
+    brings: bool
     begun: list[int]
     ended: list[int]
     flats: list[tuple[int, int]]
@@ -128,11 +130,14 @@ class LoggedOp(NamedTuple):
     step: int
 
 
-CAME = Op(hash63("came"), "computed gradients of parameters in its backward")
-NONE_CAME = Op(hash63("none came"), "ended a backward that computed no gradient of a parameter")
+UNFORESEEN = Op(
+    hash63("unforeseen"), "computed a gradient in a backward that seemed to compute no gradient of a parameter"
+)
 ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
 IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ only in the units that a forward runs
 BACKWARD, UNREDUCED = "began a backward", " under no_sync()"
+ENDED_WITHOUT = "ended a backward that computed no gradient of a parameter"
+BRINGS_NONE = ", which computes no gradient of a parameter"
 RUNS = " inside of its own forward"
 STAYED = ", which had stayed unsharded"
 ISSUED = "gathered in its backward the units"
@@ -188,21 +193,23 @@ def backward(
     how = "" if plan.sync else UNREDUCED
     words = f"{BACKWARD}{how} through {len(plan.ended)} units, {len(plan.flats)} flat gradients"
     words += _with(plan.schedule)
+    if not plan.brings:
+        words += BRINGS_NONE
     if plan.post_forward:
         words += f"; {len(plan.post_forward)} units with post-forward shards"
     ran, unreached = (
         f"{sum(units[index].mask for index in indices):x}"
         for indices in (set(plan.begun), set(plan.begun).difference(plan.ended))
     )
-    compared = f"{plan.sync} {plan.begun} {plan.ended} {plan.flats} {plan.post_forward} {plan.schedule}"
+    compared = f"{plan.sync} {plan.brings} {plan.begun} {plan.ended} {plan.flats} {plan.post_forward} {plan.schedule}"
     return Op(hash63(f"{compared} {trained:x} {conditions}"), words, ran, f"{trained:x}", conditions, unreached)
 
 
 def issued(units: Sequence[UnitEntry], gathered: Sequence[int], reduced: Sequence[int] | None) -> Op:
-    """A backward has issued the collectives of these units; `reduced` is None if it computed no gradient."""
+    """A backward has issued the collectives of these units; `reduced` is None if it brought no gradients."""
     labels = [", ".join(units[index].label for index in indices) for indices in (gathered, reduced or ())]
     if reduced is None:
-        return Op(hash63(f"gathered {[*gathered]}"), f"{NONE_CAME.words}, and gathered {labels[0] or 'no unit'}")
+        return Op(hash63(f"gathered {[*gathered]}"), f"{ENDED_WITHOUT}, and gathered {labels[0] or 'no unit'}")
     code = hash63(f"issued {[*gathered, None, *reduced]}")
     return Op(code, f"{ISSUED} {labels[0] or 'none'}, and reduced {labels[1] or 'none'}")
 

@@ -220,6 +220,12 @@ class ProcessGroupTransport:
             dist.all_reduce(tensor, op=operation, group=self.group.process_group)
         return tensor
 
+    def start_maximum(self, tensor: torch.Tensor) -> Work:
+        """Start to replace `tensor`, of bytes, by its maximum over ranks. Collective."""
+        self.comm_stats.log("scalar", tensor.nbytes)
+        work: Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group, async_op=True)
+        return work
+
     def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's `tensor`, stacked along a new first dimension, blocking; for small tensors. Collective."""
         output = tensor.new_empty((self.group.size, *tensor.shape))

@@ -34,11 +34,12 @@ def ensure_unit_participation(module: nn.Module, *, any_order: bool = False, bef
 
     The cost is that of a model that always runs all of it: each wrapper is gathered in forward and in backward (frozen
     ones, too; `set_unshard_in_backward(False)` avoids the latter for a frozen tower at the model's beginning), and its
-    gradients are reduced. If ranks used different wrappers than expected, each sends one small message through the
-    store at the end of the backward, and the host waits for these messages. In order, memory is needed for one wrapper
-    at a time; in any order all of `module` is gathered when a rank runs its first wrapper, and freed after the last
-    one, in backward as well, with the memory of its gradients. Activation checkpointing of it requires `any_order=True`
-    and `use_reentrant=False`. Units inside must not share parameters with other units.
+    gradients are reduced, as zeros after `torch.autograd.grad`. Once ranks have used different wrappers, each backward
+    ends with one more collective, of a byte per parameter, for which the host of a rank waits that ran fewer. In order,
+    memory is needed for one wrapper at a time; in any order all of `module` is gathered when a rank runs its first
+    wrapper, and freed after the last one, in backward as well, with the memory of its gradients. Activation
+    checkpointing of it requires `any_order=True` and `use_reentrant=False`. Units inside must not share parameters with
+    other units.
 
     Without this call, a rank that leaves out a wrapper, or runs another one first, raises an error, as do the others.
     Otherwise ranks that all leave out the same wrappers (layers dropped by a common seed) would gather them in every

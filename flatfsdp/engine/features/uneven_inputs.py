@@ -150,12 +150,12 @@ class Joined:
             self._check(found, with_data, step)
             counts = 1.0 if self._by_all else len(found) / len(with_data)
             model.backwards.weight = counts if self.has_data else 0.0
-            model.agreement.unused.with_data = tuple(with_data) if len(with_data) < len(found) else None
+            if len(with_data) < len(found):
+                model.agreement.unused.compares = True
             try:
                 yield batch if self.has_data else kept  # type: ignore[misc]
             finally:
                 model.backwards.weight = 1.0  # also after a break
-                model.agreement.unused.with_data = None
         self._end()
 
     def until(self, done: Callable[[], bool]) -> Iterator[int]:

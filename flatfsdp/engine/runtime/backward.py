@@ -4,6 +4,14 @@
 with equal sizes, there is no error. So ranks also compare this order at the end of a backward: a rank whose backward is
 new to it raises before any gradient becomes `.grad`, a rank that repeats an earlier one raises in its next call.
 
+[Note: backwards without gradients] A backward as of `torch.autograd.grad` brings no gradient of a parameter and reduces
+nothing. This is part of the plan that ranks compare when it begins. The graph task shows which gradients it accumulates
+itself.
+Reentrant checkpoints, and custom Functions like them, compute gradients in graph tasks of their own: a backward that
+may reach some may bring gradients, and reduces zeros if it does not. So does one of conditional units, whose graphs
+differ between ranks ([Note: conditional units]). Which parameters got no gradient on any rank is found at the end, in
+any case ([Note: unused]). If a gradient arrives that none of this has shown, ranks compare that as well.
+
 [Note: running backward] The object lives from the first gradient that reaches a unit until the graph task ends or
 fails. Its schedule decides which collectives it issues in which order ([Note: one clock]), and autograd when.
 """
@@ -13,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -31,7 +39,7 @@ from ..schedule.forward_record import ForwardRecord
 from . import late_gradients
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
-from .model_facts import lacking_in, leave_out, parameters_of, steppable_of
+from .model_facts import lacking_in, leave_out, steppable_of
 from .turns import Turns
 from .unit import Unit
 from .user_hooks import defer_user_hooks
@@ -137,10 +145,10 @@ class Backward:
         stays_unsharded: units that stay unsharded after their part, and after the backward.
         deferred: units whose gradients are still being reduced when it has ended. [Note: deferred gradients]
         double: `create_graph`: the parameters are needed again.
-        gradient_has_arrived: a gradient of a leaf has arrived (`torch.autograd.grad` accumulates none), or this rank
-            reduces those of other backwards.
+        brings: whether it brings gradients of parameters, or reduces those of earlier backwards; the same on all ranks.
+            [Note: backwards without gradients]
         gathered, reduced: the units whose collectives were issued, in order; the former by index. [Note: issued alike]
-        collecting: the graph task in which only the arrival of gradients is to be recorded; None until that is known.
+        collecting: the graph task in which only the arrival of gradients is to be recorded, if any.
         task: autograd's graph task, inside of which others may run.
         finisher: publishes reduced gradients. [Note: finishers]
     """
@@ -170,7 +178,6 @@ class Backward:
             weakref.proxy(self),  # no reference cycle until garbage collection: it holds units
             coalesce=coalescer.gathers,
             together=turns.coalesced(record.anchored),
-            conditional=turns.conditional,
         )
         self._reductions = schedule.reductions
         self._reduced_last: Sequence[Unit] = ()  # their reductions may be running
@@ -180,8 +187,7 @@ class Backward:
         self._coalescer = coalescer
         self.task = _torch.graph_task()
         self.double = False
-        self.gradient_has_arrived = False
-        self._no_gradients_came = False  # and that was reported
+        self.brings = False
         self.gathered: list[int] = []
         self.reduced: list[Unit] = []
         self.collecting: int | None = None
@@ -246,30 +252,19 @@ class Backward:
 
     def join_reductions(self) -> None:
         """Coalesce the reductions of small units, when all units that take part on all ranks are known."""
-        unused, conditional = self.agreement.unused, self._turns.conditional
-        if conditional and any(unit in conditional for unit in self._reductions.outstanding()):
-            unused.all_take_part()
         self._reductions.coalesce(self._coalescer.reductions)
         self.schedule.expect_recomputed()
         if not self.finisher.ends_with_all:
             self._reduced_last = self._reductions.at_the_end()
-        elif unused.expects and all(map(self._waits_for_all, self._reductions.outstanding())):
-            unused.rely()
-        self._no_gradients_came = self.agreement.foresees_none(
-            lambda: self.brings_gradients() or late_gradients.are_likely(self._rules)
-        )
 
-    def _waits_for_all(self, unit: Unit) -> bool:
-        """Whether the host of each rank waits for the reduction of `unit`, in which every rank takes part."""
-        everywhere = all([groups.world == len(self.agreement.peers.ranks) for groups in unit.axes.all])
-        alike = everywhere and unit.options.comm_hook is None
-        return alike and not unit.resources.device.has_streams
-
-    def gradient_arrived(self, *, watched: bool) -> None:
-        """The first gradient of a parameter has arrived. `watched`: an observer needs every gradient."""
-        self.gradient_has_arrived = True
+    def collect(self, *, watched: bool) -> None:
+        """Only record the arrival of gradients, unless it is `watched`: an observer needs every gradient."""
         self.collecting = None if watched or self.double else self.task
-        self.agreement.check_gradients(came=True)
+
+    def bring(self) -> None:
+        """A gradient of a parameter has arrived, which ranks did not foresee."""
+        self.brings = True
+        self.agreement.check_unforeseen()
 
     # -- facts for the schedule, and its actions ---------------------------------------------------------------------
 
@@ -285,14 +280,17 @@ class Backward:
         """Whether the running graph task will reach this reentrant checkpoint."""
         return (node := checkpoint()) is not None and _torch.will_compute(node)
 
-    def brings_gradients(self) -> bool:
-        """Whether a gradient of a parameter has arrived or will (`torch.autograd.grad` accumulates none)."""
+    def may_bring(self, units: Iterable[Unit]) -> bool:
+        """Whether this backward will compute gradients of `units`, all those of the model, or may: by the graph task
+        itself, or where that does not show them. [Note: backwards without gradients]"""
+        schedule, conditional = self.schedule, self._turns.conditional
+        for unit in (*schedule.clock.sequence, *units):
+            if hooks.accumulates_any(unit.trainable_leaves()):
+                return True
         return (
-            self.gradient_has_arrived
-            or self.schedule.recomputes_trained
-            or any(
-                hooks.will_accumulate(leaf) for unit in self.schedule.clock.sequence for leaf in unit.trainable_leaves()
-            )
+            schedule.recomputes_trained
+            or any(unit in conditional for unit in schedule.clock.sequence)
+            or late_gradients.are_likely(self._rules)
         )
 
     def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
@@ -338,31 +336,12 @@ class Backward:
         """Free the unsharded parameters."""
         unit.reshard(SHOWS_NOTHING, unreached=True)
 
-    def report_no_gradients(self, *, ended: bool = False) -> None:
-        """This backward passes over units without a gradient of any, or has `ended`: other ranks reduce these units,
-        unless they have no gradients, either, before they gather the unit that is reached now. Ranks compare this here,
-        and not only at the end, which a rank that waits for the gather of others would not reach. If custom Functions
-        may bring some it is only at the end: that delays the error of ranks that differ, and no others."""
-        if self._no_gradients_came:
-            return
-        if ended:
-            if not (self._reductions.due(rest=True) or (self.schedule.windows and self._gathers())):
-                return
-        # They may be reentrant checkpoints in which no unit ran, which compute gradients that nothing foresees.
-        elif not self.sync or hooks.customs_before([_torch.node_now()]):
-            return
-        self._no_gradients_came = True
-        self.agreement.check_gradients(came=False)
-
     def reduce(self, group: Sequence[Unit]) -> None:
         """Issue the reduction of a `group`. Collective over the shard axis."""
         # One input in addition to the one being filled, and one all-reduce: earlier ones are released first.
         older, newer = self._in_flight
         older.finish()
         newer.release_input()
-        if self.agreement.unused.foreseen is not None:
-            completed = [unit for unit in group if unit.resolved.completes]
-            self.agreement.unused.before_reduction((parameters_of(unit), lacking_in(unit)) for unit in completed)
         self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
         self.reduced += group
         if self.finisher.acts_early:
@@ -413,7 +392,7 @@ class Backward:
     def flush(self) -> None:
         """The graph task has ended: issue outstanding collectives and wait for them. Collective over both axes."""
         self.schedule.ended()
-        if self.gradient_has_arrived:
+        if self.brings:
             older, newer = self._in_flight
             older.finish()
             if self._reduced_last and newer.can_finish_later:
@@ -423,22 +402,25 @@ class Backward:
             for unit in self.schedule.windows:
                 for grads in unit.grads:
                     grads.keep_in_window()
-        else:
-            self.agreement.check_gathered(self.gathered if self._gathers() else None)
+        elif any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence):
+            self.agreement.check_gathered(self.gathered)
         if self.sync and self.reduced:  # on all ranks, or on none
-            self._leave_out_what_no_rank_used()
-            self.agreement.check_issued(self.gathered, [unit.place.index for unit in self.reduced])
+            self._end_reductions()
 
-    def _gathers(self) -> bool:
-        return any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence)
-
-    def _leave_out_what_no_rank_used(self) -> None:
-        """Set no `.grad` for parameters of which no rank has a gradient, as in one process. [Note: unused]"""
+    def _end_reductions(self) -> None:
+        """Check that all ranks have issued the same collectives, and set no `.grad` for parameters of which no rank has
+        a gradient, as in one process. [Note: unused]"""
         lacking: dict[Unit, int] = {}
         for unit in self.reduced:
             for grads in unit.grads:
                 if not grads.expected <= grads.contributed and unit.resolved.completes:
                     lacking[unit] = lacking_in(unit)
-        absent = self.agreement.unused.lacked_by_all(functools.reduce(operator.or_, lacking.values(), 0))
+                elif grads.absent:  # in a backward that was differentiated by this one
+                    grads.absent = frozenset()
+        absent = self.agreement.check_issued(
+            self.gathered,
+            [unit.place.index for unit in self.reduced],
+            functools.reduce(operator.or_, lacking.values(), 0),
+        )
         for unit in lacking:
             leave_out(unit, absent)

@@ -104,6 +104,8 @@ class BackwardHooks:
         backward = self._plan(record, flags)
         record.consumed = True
         iteration.begin_backward(backward)
+        if backward.brings:
+            backward.collect(watched=bool(self.observers.gradient_came))
         if uses.made or uses.maybe or not uses.none_known:
             uses.look(record.entered)
         self.accumulators.look_before_backward(self.setup.units)
@@ -116,14 +118,11 @@ class BackwardHooks:
         backward.join_reductions()
         return backward
 
-    def _plan(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags]) -> Backward:
-        """A backward over `record`, compared with those of other ranks. `flags`: which parameters are trained."""
+    def _plan(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, accumulated: bool = False) -> Backward:
+        """A backward over `record`, compared with those of other ranks. `flags`: which parameters are trained.
+        `accumulated`: it reduces the gradients of earlier ones."""
         sync, kept, rules = self._exceptions()
-        self._compare(record, flags, reduces=sync)
-        self.replica_checks.before_backward(self.setup.units, reduces=sync)
-        if self.iteration.is_at_rest:  # a graph older than the last rest
-            self.iteration.follow_writes()
-        return Backward(
+        backward = Backward(
             record,
             rules=rules,
             stays_unsharded=kept,
@@ -134,6 +133,12 @@ class BackwardHooks:
             finisher=self._finisher(sync=sync),
             turns=self.iteration.turns,
         )
+        backward.brings = accumulated or backward.may_bring(self.setup.units)
+        self._compare(record, flags, brings=backward.brings, reduces=sync)
+        self.replica_checks.before_backward(self.setup.units, reduces=sync)
+        if self.iteration.is_at_rest:  # a graph older than the last rest
+            self.iteration.follow_writes()
+        return backward
 
     def _expect_accumulated(self, backward: Backward) -> None:
         """Let gradients that earlier backwards have left take part in the reductions of `backward`."""
@@ -152,8 +157,7 @@ class BackwardHooks:
         iteration.finish_interrupted()
         iteration.wait_for_gradients()
         follow_requires_grad(self.setup.units)
-        backward = self._plan(ForwardRecord(), {})
-        backward.gradient_has_arrived = True  # earlier
+        backward = self._plan(ForwardRecord(), {}, accumulated=True)
         self._expect_accumulated(backward)
         backward.join_reductions()
         iteration.run_without_graph(backward)
@@ -165,8 +169,9 @@ class BackwardHooks:
             return made[0] if made else Finisher()
         return DeferLast(self.agreement, self.accumulators)
 
-    def _compare(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, reduces: bool) -> None:
-        """Compare the beginning backward over `record` between ranks. `flags`: which parameters require a gradient."""
+    def _compare(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, brings: bool, reduces: bool) -> None:
+        """Compare the beginning backward over `record` between ranks. `flags`: which parameters require a gradient;
+        `brings`: whether it brings any."""
         if self.iteration.depth:
             self.iteration.turns.check_backward_inside()
         setup, sync = self.setup, self.sync
@@ -178,11 +183,11 @@ class BackwardHooks:
         )
         begun, anchored = record.entered, record.anchored
         # Hashed at every step: units by identity, and no dict.
-        plan = sync, begun, anchored, (tuple(flags), tuple(flags.values())), retained, setup.description
+        plan = sync, brings, begun, anchored, (tuple(flags), tuple(flags.values())), retained, setup.description
         self.agreement.check_backward(
             plan,
-            lambda: backward_plan(sync, begun, anchored, flags, retained, setup.description),
-            reduces=reduces,
+            lambda: backward_plan(sync, brings, begun, anchored, flags, retained, setup.description),
+            reduces=reduces and brings,
         )
 
     def _exceptions(self) -> Exceptions:
@@ -281,8 +286,9 @@ class BackwardHooks:
         if task != own.task:
             _check_recomputed_part(unit, backward)
             late_gradients.came(unit, self.of_unit[unit].custom_ran)
-        if not backward.gradient_has_arrived:
-            backward.gradient_arrived(watched=bool(self.observers.gradient_came))
+        if not backward.brings:
+            backward.bring()
+            backward.collect(watched=bool(self.observers.gradient_came))
         for observe in self.observers.gradient_came:
             observe(unit, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
@@ -316,7 +322,7 @@ class BackwardHooks:
         if not awaiting or unit.backward.open_calls or unit.backward.completed:
             return
         backward = self.iteration.backward
-        if backward is None or backward.in_inner_task() or not backward.brings_gradients():
+        if backward is None or backward.in_inner_task() or not backward.brings:
             return
         for handle, grads in awaiting:
             grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
@@ -347,7 +353,7 @@ class BackwardHooks:
             if unit.leaves.runs_late is None:
                 unit.leaves.runs_late = False
         elif own.late_gradients <= 0 and (
-            own.completed or not expecting or not (backward.in_inner_task() or backward.brings_gradients())
+            own.completed or not expecting or not (backward.in_inner_task() or backward.brings)
         ):
             _release(unit, backward)
         for owning_unit in unit.owning_units:

@@ -230,7 +230,7 @@ class Iteration:
         try:
             backward.flush()
             if backward.sync:
-                self.left_unreduced = not backward.gradient_has_arrived
+                self.left_unreduced = not backward.brings
             for observe in self._observers.backward_ends:
                 observe()
             if not backward.double:

@@ -184,6 +184,7 @@ def names_in(units: Iterable[Unit]) -> Callable[[], Iterable[str]]:
 
 def backward_plan(
     sync: bool,
+    brings: bool,
     entered: Iterable[Unit],
     anchored: Iterable[Unit],
     trained: Mapping[Unit, Flags],
@@ -193,6 +194,7 @@ def backward_plan(
     """A backward of these units in numbers. `trained`: which of their parameters require a gradient."""
     return BackwardPlan(
         sync,
+        brings,
         [unit.place.index for unit in entered],
         [unit.place.index for unit in anchored],
         [(unit.place.index, kind) for unit, flags in trained.items() for kind, each in enumerate(flags) if any(each)],
@@ -200,11 +202,6 @@ def backward_plan(
         [*retained],
         schedule,
     )
-
-
-def parameters_of(unit: Unit) -> int:
-    """The parameters of `unit` among those of the model, one bit for each."""
-    return ((1 << _count(unit)) - 1) << unit.place.first_parameter
 
 
 def _count(unit: Unit) -> int:

@@ -67,7 +67,7 @@ class BackwardClock(Generic[U]):
         self.due: Mapping[U, int] = self.ended
         self.gathers: Sequence[U] = self.sequence
         self.recomputed: frozenset[U] = frozenset()
-        self._regions: dict[CheckpointRegion, bool] = {}  # whether the reentrant ones are known to have run
+        self._regions: tuple[CheckpointRegion, ...] = ()  # the reentrant ones
         self.called_again = self.several | self.tied_owners
         recomputed = [each for each in record.recomputed if will_recompute(each[2].checkpoint)]
         if recomputed:
@@ -106,7 +106,7 @@ class BackwardClock(Generic[U]):
             began[unit] = min(now, began.get(unit, now))
             self._inside.setdefault(unit, []).append(inside)
         self.recomputed = frozenset(unit for unit, _, _ in recomputed)
-        self._regions = dict.fromkeys((region for _, _, region in recomputed), False)
+        self._regions = tuple(dict.fromkeys(region for _, _, region in recomputed))
         self.began = dict(sorted(began.items(), key=itemgetter(1)))
 
     def _find_spans(self) -> None:
@@ -159,15 +159,7 @@ class BackwardClock(Generic[U]):
 
     def running(self, is_running: Callable[[object], bool]) -> CheckpointRegion | None:
         """The region of the reentrant checkpoint that `is_running`, or inside of whose backward this is."""
-        found = next((each for each in reversed(self._regions) if is_running(each.checkpoint)), None)
-        if found is not None:
-            self._regions[found] = True
-        return found
-
-    @property
-    def has_regions_to_come(self) -> bool:
-        """Whether reentrant checkpoints of the backward are not known to have run."""
-        return not all(self._regions.values())
+        return next((each for each in reversed(self._regions) if is_running(each.checkpoint)), None)
 
     def end_lifetime(self, lifetime: Lifetime[U]) -> None:
         """End `lifetime`, the last one in `lifetimes`."""

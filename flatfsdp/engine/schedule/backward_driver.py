@@ -66,11 +66,11 @@ class Driver(Protocol[U_contra]):
 
     Attributes:
         double: `create_graph`: the parameters are needed again.
-        gradient_has_arrived: whether a gradient of any parameter has arrived.
+        brings: whether it brings gradients of parameters, as far as ranks have agreed: then all of them reduce.
     """
 
     double: bool
-    gradient_has_arrived: bool
+    brings: bool
 
     def in_inner_task(self) -> bool:
         """Whether a graph task inside of this backward's graph task runs."""
@@ -80,12 +80,6 @@ class Driver(Protocol[U_contra]):
 
     def will_recompute(self, checkpoint: object) -> bool:
         """Whether the running graph task reaches this reentrant checkpoint."""
-
-    def brings_gradients(self) -> bool:
-        """Whether a gradient of a parameter has arrived or will arrive."""
-
-    def gradient_arrived(self, *, watched: bool) -> None:
-        """Start to take part in this backward's reductions, until its end."""
 
     def gather(self, units: Sequence[U_contra], *, ahead: bool) -> None:
         """Issue the gather of those units of a group that are sharded, possibly `ahead` of their use."""
@@ -107,7 +101,3 @@ class Driver(Protocol[U_contra]):
 
     def reshard(self, unit: U_contra) -> None:
         """Free the unsharded parameters."""
-
-    def report_no_gradients(self, *, ended: bool = False) -> None:
-        """Called when this backward passes over units and no gradient of any parameter is known to come, or when it
-        has `ended` without one."""

@@ -11,9 +11,9 @@ clock, one for each communicator, and never back. Three rules couple them:
    reductions. Ranks may reach units in different orders, or prefetch less: the order of their gathers is fixed before
    the backward.
 
-A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors rest while it is unknown which gradients this
-rank will compute: in a graph task inside of this one, where all units in use are unsharded, and if no gradient of a
-parameter is known to come, unless a reentrant checkpoint follows.
+A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors rest in a graph task inside of this one:
+there all units in use are unsharded, and it is unknown which gradients this rank will compute. The cursor of reductions
+rests, too, as long as the backward brings no gradient of a parameter, on any rank.
 
 A unit that is called again, or whose parameters others use, is reduced once, when its first call is over: parts of it
 that are recomputed reentrantly produce gradients that are not known before, and on some ranks only.
@@ -25,7 +25,7 @@ gradients that this backward does not compute, need to be awaited any longer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Generic, TypeVar
 
@@ -58,12 +58,10 @@ class BackwardSchedule(Generic[U]):
         *,
         coalesce: Cut[U],
         together: Mapping[U, Sequence[U]],
-        conditional: Collection[U] = (),
     ) -> None:
-        """`coalesce` splits the gathers into groups. `together`: units that are gathered when one of them is needed;
-        `conditional`: units that ranks run or not, depending on their data."""
+        """`coalesce` splits the gathers into groups. `together`: units that are gathered when one of them is needed."""
         clock = self.clock = BackwardClock(record, driver.will_recompute)
-        self._rules, self._facts, self._driver, self._conditional = rules, facts, driver, conditional
+        self._rules, self._facts, self._driver = rules, facts, driver
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
         self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
         self.reductions: ReduceOrder[U] = ReduceOrder(record)
@@ -174,8 +172,7 @@ class BackwardSchedule(Generic[U]):
         due = [clock.due.get(each, NEVER) for each in needed]
         if running is not None:
             due.append(running.ended)
-        # No rank skips a reentrant checkpoint: the others wait for its gathers, and have reduced all units before it.
-        self._pass(min(due), rests=running is None and unit in clock.planned)
+        self._pass(min(due))
         for each in needed:
             self.gather_in_turn(each)
         if unit in clock.recomputed and unit not in clock.planned:
@@ -185,13 +182,9 @@ class BackwardSchedule(Generic[U]):
         """At the end of the graph task, complete all units that other ranks' backwards may have reached, and reduce
         them. [Note: passed over]"""
         driver, facts = self._driver, self._facts
-        if not driver.gradient_has_arrived:
-            if not self.recomputes_trained:
-                driver.report_no_gradients(ended=True)  # before others are waited for, which may wait for reductions
-                self._gather_unreached()
-                return
-            driver.gradient_arrived(watched=True)
-        self._pass(-1, rests=False, awaits=False)
+        if not driver.brings:
+            return
+        self._pass(-1, awaits=False)
         for unit in self.clock.sequence:
             if not facts.completed(unit):
                 self._complete(unit)
@@ -201,17 +194,6 @@ class BackwardSchedule(Generic[U]):
                 driver.participate(unit)
         self.reductions.due(rest=True)  # these
         self._reduce(rest)
-
-    def _gather_unreached(self) -> None:
-        """After a backward without gradients, gather the units that other ranks may have gathered, if conditional
-        units make ranks differ."""
-        if not any(unit in self._conditional for unit in self.clock.sequence):
-            return
-        for unit in self.clock.sequence:
-            if not self.gathers.is_past(unit):
-                self._gather(self.gathers.until(unit))
-                if not self.keeps_unsharded(unit):
-                    self._driver.reshard(unit)
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 
@@ -236,7 +218,7 @@ class BackwardSchedule(Generic[U]):
         if self.clock.is_around(unit, following):
             self._gather(self.gathers.ahead(unit), ahead=True)
             return
-        self._halfway.begin(unit, self._facts.elements(unit) if self._driver.brings_gradients() else 0, following)
+        self._halfway.begin(unit, self._facts.elements(unit) if self._driver.brings else 0, following)
         self.progressed(unit, 0)
 
     def _gather_at_halfway(self, following: Sequence[U]) -> None:
@@ -250,8 +232,6 @@ class BackwardSchedule(Generic[U]):
     def _reduce(self, groups: Iterable[Sequence[U]]) -> None:
         driver = self._driver
         for group in groups:
-            if not driver.gradient_has_arrived:  # gradients only of other ranks: this rank takes part until the end
-                driver.gradient_arrived(watched=True)
             if not self.gathers.is_over and (due := self.clock.due_before(group)):
                 self._gather(self.gathers.through(due), ahead=True)
             driver.reduce(group)
@@ -276,17 +256,15 @@ class BackwardSchedule(Generic[U]):
         if not (self.keeps_unsharded(unit) or self.clock.lifetime_of(unit) is not None):
             self._driver.reshard(unit)
 
-    def _pass(self, tick: float, *, rests: bool = True, awaits: bool = True) -> None:
-        """Complete units, and end lifetimes, that began after `tick`. `rests`: do not complete units if no gradient of
-        this backward is known to come; `awaits`: nor units for which the graph task still computes gradients.
-        """
-        clock, completed = self.clock, self._facts.completed
+    def _pass(self, tick: float, *, awaits: bool = True) -> None:
+        """Complete units, and end lifetimes, that began after `tick`. `awaits`: do not complete units for which the
+        graph task still computes gradients."""
+        clock, completed, brings = self.clock, self._facts.completed, self._driver.brings
         begun, began, lifetimes = clock.begun, clock.began, clock.lifetimes
-        resting = False
         while True:
-            last = began[begun[-1]] if begun and not resting else -1
+            last = began[begun[-1]] if begun and brings else -1
             if lifetimes and lifetimes[-1].over > max(last, tick):
-                self._end_lifetime(lifetimes[-1], reads=not resting)
+                self._end_lifetime(lifetimes[-1], reads=brings)
                 continue
             if last <= tick:
                 return
@@ -294,17 +272,13 @@ class BackwardSchedule(Generic[U]):
             if completed(over) and over not in clock.called_again:
                 begun.pop()  # the usual case, handled without a call
                 continue
-            if awaits and self._is_awaited(over):
-                if self._driver.in_inner_task():
-                    return
-                # No rank omits a reentrant checkpoint, so this one takes part in what is due before.
-                if rests and not (clock.has_regions_to_come or self._driver.brings_gradients()):
-                    if self.reductions.at_the_end():
-                        self._driver.report_no_gradients()
-                    resting = True
-                    continue
-                if self._facts.awaits_gradients(over):  # on an accelerator, for which autograd has a separate thread
-                    return
+            # The latter only on an accelerator, for which autograd has a separate thread.
+            if (
+                awaits
+                and self._is_awaited(over)
+                and (self._driver.in_inner_task() or self._facts.awaits_gradients(over))
+            ):
+                return
             self._complete_last()
 
     def _complete_last(self) -> None:

@@ -297,7 +297,7 @@ class Watchdog:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)] if rank != self._rank:
                     self._blocks.failures.append(BlockFailure(block, rank, words))
-                case [str(), int(), int() | None] | ["unused", str(), int(), bool()]:
+                case [str(), int(), int() | None] | ["unused", str(), int()]:
                     self._open.append(alarm or "")
         watched = list(self._local.watched)
         self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.agreement import unused_params as unused
 from flatfsdp.engine.watchdog.store import StoreClient
 from tests.conftest import Run
 
@@ -244,49 +244,105 @@ def nones_of_flats(rank: int, world: int) -> list[bool]:
     return [parameter.grad is None for parameter in model.parameters()]
 
 
-def posts_of(rank: int, world: int, plan: Plan) -> list[int]:
-    """For each backward, the number of this rank's writes to the store about missing gradients."""
-    model = FullyShardedDataParallel(Net(), auto_wrap_policy={Part}, use_orig_params=True)
-    posts, append = [0], StoreClient.append
+def traffic(rank: int, world: int, plan: Plan) -> list[tuple[int, int]]:
+    """For each backward, the number of exchanges on the device, and of this rank's writes to the store."""
+    net = Net()
+    for head in net.left, net.right:
+        head.spare.requires_grad_(False)
+    model = FullyShardedDataParallel(net, auto_wrap_policy={Part}, use_orig_params=True)
+    figures, seen, posts, append = flatfsdp.stats(model), [], [0], StoreClient.append
 
     def counted(stores: StoreClient, key: str, text: str) -> None:
-        posts[-1] += 1
+        posts[0] += 1
         append(stores, key, text)
 
-    StoreClient.append = counted  # type: ignore[method-assign]
-    try:
+    with patch.object(StoreClient, "append", counted):
         for step, (takes,) in enumerate(plan):
+            figures.reset()
+            posts[0] = 0
             backward(model, data(rank, step, 0), takes[rank])
-            posts.append(0)
-    finally:
-        StoreClient.append = append  # type: ignore[method-assign]
-    return posts[:-1]
+            seen.append((figures.comm.get("scalar", (0, 0))[0], posts[0]))
+    return seen
 
 
-def test_what_is_expected_is_not_reported(pool2: Run) -> None:
-    assert pool2(posts_of, same(*["lrs"] * 4)) == [[1, 0, 0, 0]] * 2
-    assert pool2(posts_of, same(*["l"] * 4)) == [[1, 0, 0, 0]] * 2
-    mixed = [[("l", "rs")]] * 4
-    assert pool2(posts_of, mixed) == [[1, 0, 0, 0]] * 2
-    in_turn = pool2(posts_of, same(*["l", "r"] * 10))
-    assert all(sum(posts[10:]) == 0 for posts in in_turn), in_turn
+NOTHING, BITMAP = (0, 0), (1, 0)
+
+
+def test_only_what_ranks_have_lacked_once_is_compared(pool2: Run) -> None:
+    """Each further backward takes one small collective, and none of a model that was never without a gradient."""
+    for seen in pool2(traffic, same(*["lrs"] * 4)):
+        assert seen[1:] == [NOTHING] * 3
+    for steps in same(*["l"] * 4), [[("l", "rs")]] * 4, [[("lrs", "l")]] * 4:
+        for seen in pool2(traffic, steps):
+            assert seen[1:] == [BITMAP] * 3
+    for seen in pool2(traffic, same(*["l", "r"] * 5)):
+        assert seen[5:] == [BITMAP] * 5
+
+
+def test_a_rank_asks_once_where_the_others_know_nothing(pool2: Run) -> None:
+    """Rank 0 lacks nothing, and does not wait: the watchdog answers for it."""
+    rest = [[("lrs", "l")]] * 4
+    for seen in pool2(traffic, [*same(*["lrs"] * 2), *rest]):
+        assert sum(posts for _, posts in seen) == 1
+        assert [exchanges for exchanges, _ in seen[1:]] == [0, 0, 1, 1, 1]
+
+
+def test_replicas_exchange_one_bitmap_per_axis(pool4: Run) -> None:
+    for seen in pool4(bytes_of_bitmaps):
+        assert seen == [(2, 2 * 10)] * 2
+
+
+def bytes_of_bitmaps(rank: int, world: int) -> list[tuple[int, int]]:
+    model = FullyShardedDataParallel(
+        Net(), auto_wrap_policy={Part}, sharding_strategy="HYBRID_SHARD", device_mesh=flatfsdp_mesh(world)
+    )
+    figures, seen = flatfsdp.stats(model), []
+    for step in range(4):
+        figures.reset()
+        backward(model, data(rank, step, 0), "l" if rank else "lrs")
+        seen.append(figures.comm["scalar"])
+    return seen[2:]
 
 
 def test_a_model_that_is_gone_answers(pool2: Run) -> None:
-    # Rank 0 lacks no gradient, so it does not wait, and drops its model before the other one requests any.
-    assert pool2(gone_before_it_is_requested) == [[], ["0.weight", "1.weight"]]
+    # Rank 0 lacks no gradient, so it does not wait, and drops its model before its watchdog reads of the other one.
+    assert pool2(gone_before_it_is_asked) == [[], ["0.weight", "1.weight"]]
 
 
-def gone_before_it_is_requested(rank: int, world: int) -> list[str]:
+def gone_before_it_is_asked(rank: int, world: int) -> list[str]:
     net = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
     model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
-    with patch.object(unused, "SOON", 1.0):
-        for uses in 2, (2, 1)[rank]:
-            model.zero_grad()
-            outputs = [each(data(rank, 0, 0)).sum() for each in net]
-            torch.stack(outputs[:uses]).sum().backward()
+    for uses in 2, (2, 1)[rank]:
+        model.zero_grad()
+        outputs = [each(data(rank, 0, 0)).sum() for each in net]
+        loss = torch.stack(outputs[:uses]).sum()
+        if rank == 1:
+            time.sleep(0.5)
+        loss.backward()
     if rank == 0:
-        del model, net
+        del model, net, loss, outputs
         gc.collect()
         return []
     return sorted(name for name, parameter in model.named_parameters() if parameter.grad is not None)
+
+
+def penalized(rank: int, world: int) -> list[str]:
+    """A gradient that comes only in the backward of a gradient, on one rank."""
+    torch.manual_seed(0)
+    net = Net()
+    model = FullyShardedDataParallel(net, auto_wrap_policy={Part}, use_orig_params=True)
+    missing = []
+    for step in range(3):
+        model.zero_grad()
+        left, right = model(data(rank, step, 0), False)
+        left.square().mean().backward(create_graph=True)
+        (right.square().mean() if rank == 0 else right.sum() * 0 + left.mean()).backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            missing += [name for name, parameter in net.named_parameters() if parameter.grad is None]
+    return missing
+
+
+@pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True:UserWarning")
+def test_what_only_the_second_backward_uses_has_its_gradient(pool2: Run) -> None:
+    spares = [f"{name}.spare" for name in ("trunk", "left", "right")] * 3
+    assert pool2(penalized) == [spares, spares]

@@ -598,9 +598,9 @@ def exchanges(rank: int, world: int) -> list[int]:
     return seen
 
 
-def test_a_learned_step_exchanges_nothing_on_the_device(pool2: Run) -> None:
+def test_a_learned_step_exchanges_a_bitmap(pool2: Run) -> None:
     for seen in pool2(exchanges):
-        assert seen[2:] == [0] * 3
+        assert seen[2:] == [1] * 3
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -689,3 +689,87 @@ def through_what_runs(rank: int, world: int) -> str:
 def test_a_backward_through_a_unit_whose_forward_runs_is_refused(pool2: Run) -> None:
     for message in pool2(through_what_runs):
         assert message.startswith("unit <root>: a backward inside its own forward reaches its parameters")
+
+
+class Unforeseen(torch.autograd.Function):
+    """Its backward runs a backward of another graph, which brings gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            ctx.run()
+        return grad, None
+
+
+def nested_in_queries(rank: int, world: int) -> bool:
+    """Gradients of inputs: beside a chain of units a Function that brings gradients of the first one, in the second and
+    third step. Then steps as usual."""
+    model, nets = _wrap(_net(), join_units_below=0), [_net() for _ in range(world)]
+
+    def run(net: nn.Module, x: Tensor, nests: bool) -> None:
+        hidden = net(x.requires_grad_())
+        aside = net(x + 1).square().sum()
+        beside = x * 1.0
+        if nests:
+            beside = Unforeseen.apply(beside, aside.backward)
+        torch.autograd.grad(hidden.sum() + beside.sum(), x)
+
+    for step in range(6):
+        for net in (model, *nets):
+            net.zero_grad()
+        for net, x in ((model, _data(rank)), *zip(nets, map(_data, range(world)), strict=True)):
+            run(net, x, nests=step in (1, 2))
+        if not _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6):
+            return False
+        for net, x in ((model, _data(rank)), *zip(nets, map(_data, range(world)), strict=True)):
+            net(x).square().sum().backward()
+        if not _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6):
+            return False
+    return True
+
+
+def test_a_backward_that_seems_to_bring_none_has_another_one_inside(pool2: Run) -> None:
+    """A rank that had announced that none came was taken for one that differs from the others."""
+    assert all(pool2(nested_in_queries))
+
+
+class BesideFrozen(Cut):
+    """Returns what two frozen units made of its input, too; another one, recomputed reentrantly, follows both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in (0, 1, 4):
+            self.units[index].requires_grad_(False)
+
+    def forward(self, x: Tensor, cut: int = -1) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.units[1](self.units[0](x))
+        of_all = self.units[3](self.units[2](x))
+        return tuple(checkpoint(self.units[4], each, use_reentrant=True) for each in (of_all, x))
+
+
+def reach_a_frozen_unit_alone(rank: int, world: int, prefetch: str | None) -> bool:
+    """On the last rank, in some steps, the backward comes to no parameter but those of a recomputed frozen unit."""
+    torch.manual_seed(0)
+    net = BesideFrozen()
+    model = _wrap(copy.deepcopy(net), join_units_below=0, backward_prefetch=prefetch)
+    nets = [copy.deepcopy(net) for _ in range(world)]
+    for step in range(5):
+        for each in (model, *nets):
+            each.zero_grad()
+        for of, each in ((rank, model), *enumerate(nets)):
+            output, aside = each(_data(of).requires_grad_())
+            (aside if step in (1, 3) and of == world - 1 else output).sum().backward()
+        if not _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+def test_a_reentrant_checkpoint_may_bring_gradients(pool2: Run, prefetch: str | None) -> None:
+    """Random model 33194: so a rank takes part, and does not wait for ever for what the others gather after that."""
+    assert all(pool2(reach_a_frozen_unit_alone, prefetch))

@@ -261,7 +261,7 @@ class Player:
         if self.flat_steps:
             fuse_optimizer_steps(self.optimizer)
         self.number = self.turn = 0
-        self.inside = random.Random(f"inside {seed}")
+        self.inside, self.queries = random.Random(f"inside {seed}"), random.Random(f"queries {seed}")
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
@@ -340,6 +340,8 @@ class Player:
         how = self.drawn.choice(BACKWARDS)
         if how is with_a_penalty and any(self.alone.recompute):
             how = once  # reentrant checkpoints refuse it
+        if how is once and self.queries.random() < 0.2 and not any(self.alone.recompute):
+            how = inside_of_a_query
         if how is written_to_in_between:
             how = partial(written_to_in_between, self) if self.writes_in_between_stay else once
         if how is with_an_interlude:
@@ -554,6 +556,29 @@ def with_a_penalty(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     ((loss + gradient.square().sum()) * weight).backward()
     return gradient.detach()
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.run()
+        return grad, None
+
+
+def inside_of_a_query(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    """Gradients of inputs, beside a Function that brings those of parameters."""
+    y = net(x.requires_grad_())
+    loss = _loss(net(x.detach().flip(0))) * weight
+    beside = Nested.apply(x * 1.0, loss.backward)
+    (found,) = torch.autograd.grad(_loss(y) + beside.sum(), x)
+    return found
 
 
 def with_an_interlude(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flatfsdp.engine.agreement import op_sequence
 from flatfsdp.engine.agreement.op_sequence import OpSequence
-from flatfsdp.engine.agreement.ops import NONE_CAME, Op
+from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
 from flatfsdp.engine.agreement.turns import Turns
 from flatfsdp.engine.base.events import EventLog
@@ -59,17 +59,6 @@ def ranks() -> Any:
         yield found
 
 
-def test_a_rank_may_meet_the_others_after_they_have_met_and_gone_on(ranks: list[Rank]) -> None:
-    """Where both announced that no gradients come, and failed: the first erased what the second had not read."""
-    for each in ranks:
-        each.announce(NONE_CAME)
-        each.publish_abandoned(ZeroDivisionError())
-        each.rest()
-    for each in ranks:
-        each.meet_abandoned()
-    assert [each.position for each in ranks] == [3, 3]
-
-
 def test_what_was_abandoned_is_noted_once(ranks: list[Rank]) -> None:
     """A failed backward inside of a forward fails that, too: two notes of one rank were taken for those of two."""
     for _ in RANKS:
@@ -79,11 +68,8 @@ def test_what_was_abandoned_is_noted_once(ranks: list[Rank]) -> None:
 
 
 def test_a_rank_that_waits_for_gathers_of_one_that_has_ended_its_backward_reports_that(ranks: list[Rank]) -> None:
-    """It had announced that no gradients come, as the other did, which reached fewer units: both waited long."""
-    for each in ranks:
-        each.announce(NONE_CAME)
+    """Where no gradients come, and the other reached fewer units: both waited long."""
     ranks[1].counted.issued += 1
-    ranks[0].meet_announced()
     with pytest.raises(AgreementError, match=r"rank 0 gathered less; rank 1 went on in a backward"):
         ranks[0].show(Op(2, "gathered less"), issued=ranks[0].issued)
 
@@ -96,7 +82,7 @@ def test_a_rank_that_ends_a_backward_has_not_gone_on_after_one_that_left_the_loo
     for each in ranks:
         each.counted.issued += 2
         if reduces:
-            each.next(Op(3, "issued"), completes=True, ends=True)
+            each.end_backward(Op(3, "issued"), 0)
         else:
             each.meetings.meet = lambda *args: None  # type: ignore[method-assign]
             each.show(Op(3, "gathered"), issued=each.issued)

@@ -17,7 +17,7 @@ def forward(kind: str, **conditions: bool) -> Op:
 
 
 def backward(*, sync: bool = True) -> Op:
-    return ops.backward(BackwardPlan(sync, [0], [0], [(0, 0)], 3, [], ""), UNITS, None)
+    return ops.backward(BackwardPlan(sync, True, [0], [0], [(0, 0)], 3, [], ""), UNITS, None)
 
 
 @pytest.mark.parametrize("other", [forward(EVALUATION), ops.called("state_dict()", (), UNITS)])

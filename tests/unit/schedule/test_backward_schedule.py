@@ -17,15 +17,11 @@ from flatfsdp.engine.schedule.backward_driver import UnitRules
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder
-from tests.harness.simulated_agreement import JobNotes, SimulatedAgreement
 from tests.harness.simulation import (
-    PARAMETERS,
-    Batch,
     Call,
     Plain,
     Program,
     Region,
-    SimulatedRank,
     call,
     drawn_program,
     problem_of,
@@ -132,33 +128,6 @@ def test_ranks_gather_alike_whatever_they_pass_over(program: Callable[[], Progra
     assert not found, found
 
 
-class BringsNothing(SimulatedRank):
-    """Its backward passes over `c`, and comes to no parameter that is trained."""
-
-    reports = 0
-
-    def forward(self) -> None:
-        super().forward()
-        self._reached = {each for each in self._calls() if each.unit != "c"}
-
-    def report_no_gradients(self, *, ended: bool = False) -> None:
-        self.reports += not ended
-
-
-@pytest.mark.parametrize("without_graph", [False, True])
-def test_that_no_gradient_comes_is_found_out_before_others_are_waited_for(without_graph: bool) -> None:
-    """Also where a unit has run under `no_grad()`."""
-    program = program_of([call("x"), call("a"), call("c")], {name: UnitRules(None) for name in "xaec"})
-    notes = JobNotes(2, hosts_wait=True)
-    notes.ranks.append(SimulatedAgreement(0, notes, program.units, PARAMETERS))
-    rank = BringsNothing(program, Batch(0, brings_gradients=False), notes.ranks[0])
-    rank.forward()
-    if without_graph:
-        rank.run_without_graph("e")
-    rank.backward()
-    assert rank.reports
-
-
 # -- schedules that are wrong ------------------------------------------------------------------------------------------
 
 
@@ -181,7 +150,7 @@ class GathersWhatIsReached(Schedule):
 class PassesOverNothing(Schedule):
     """What this rank's backward does not reach is reduced at the end (rule 1)."""
 
-    def _pass(self, tick: float, *, rests: bool = True, awaits: bool = True) -> None:
+    def _pass(self, tick: float, *, awaits: bool = True) -> None:
         while not awaits and self.clock.begun:
             self._complete_last()
 
