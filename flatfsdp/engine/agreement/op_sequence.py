@@ -249,11 +249,12 @@ class OpSequence:
             AgreementError: the op of another rank differs; on every rank, within seconds.
         """
         peers, unused, at = self._peers, self.unused, self.position
-        peers.raise_verdict()
+        if peers.verdict is not None:
+            peers.raise_verdict()
         expected = self._predictor.expected()
-        answers = self._compare(op, expected, int(lacking > 0)) if expected != op.code else {}
-        if any(lacks for _, lacks in answers.values()):
-            unused.compares = True
+        if expected != op.code:
+            answers = self._compare(op, expected, int(lacking > 0))
+            unused.compares = unused.compares or any(lacks for _, lacks in answers.values())
         compares = unused.compares and peers.watch is not None
         if lacking and not compares:
             unused.reserve(at)

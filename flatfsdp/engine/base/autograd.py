@@ -202,15 +202,6 @@ def will_accumulate(leaf: torch.Tensor, unless: tuple[int, ...] | None = None) -
         return (unless is None or shape_admitted(node) != unless) and _torch.will_accumulate(node)
 
 
-def accumulates_any(leaves: Sequence[torch.Tensor]) -> bool:
-    """`will_accumulate` of any of `leaves`, in fewer calls."""
-    with _torch.as_plain_tensors():
-        for leaf in leaves:
-            if _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node):
-                return True
-    return False
-
-
 def shape_awaited(leaf: torch.Tensor) -> torch.Size:
     """The shape of `leaf` when the existing graphs first read it; its current shape if there are none."""
     return shape_admitted(torch.autograd.graph.get_gradient_edge(leaf).node)

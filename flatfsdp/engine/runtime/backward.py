@@ -284,9 +284,11 @@ class Backward:
         """Whether this backward will compute gradients of `units`, all those of the model, or may: by the graph task
         itself, or where that does not show them. [Note: backwards without gradients]"""
         schedule, conditional = self.schedule, self._turns.conditional
-        for unit in (*schedule.clock.sequence, *units):
-            if hooks.accumulates_any(unit.trainable_leaves()):
-                return True
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            for unit in (*schedule.clock.sequence, *units):  # usually the first leaf shows it
+                for leaf in unit.trainable_leaves():
+                    if hooks.will_accumulate(leaf):
+                        return True
         return (
             schedule.recomputes_trained
             or any(unit in conditional for unit in schedule.clock.sequence)
