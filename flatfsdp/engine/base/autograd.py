@@ -218,6 +218,14 @@ def customs_before(nodes: Iterable[Any], node: Any = None) -> list[Any]:
     return [each for each in _downstream(nodes) if isinstance(each, customs) and each._sequence_nr() < latest]
 
 
+def accumulates_from(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether the running graph task, which flows on from `nodes`, accumulates gradients of any of `leaves`: also where
+    its graph is older than their present accumulators, which `will_accumulate` asks about."""
+    known = set(map(id, leaves))
+    ends = (each for each in _downstream(nodes) if id(getattr(each, "variable", None)) in known)
+    return any(map(_torch.will_accumulate, ends))
+
+
 def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
     """Whether a backward reaches leaves other than `leaves` from `nodes`."""
     known = {id(None), *map(id, leaves)}

@@ -289,6 +289,8 @@ class Backward:
                 for leaf in unit.trainable_leaves():
                     if hooks.will_accumulate(leaf):
                         return True
+            if hooks.accumulates_from([_torch.node_now()], (leaf for unit in units for leaf in unit.trainable_leaves())):
+                return True
         return (
             schedule.recomputes_trained
             or any(unit in conditional for unit in schedule.clock.sequence)

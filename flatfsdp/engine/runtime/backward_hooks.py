@@ -348,7 +348,8 @@ class BackwardHooks:
             # The parameters are freed before the reduction allocates memory.
             _release(unit, backward)
             backward.gradients_ready(unit)
-            if unit.leaves.single_use is None:  # for later backwards: this one may still show otherwise
+            # For later backwards: this one may still show otherwise.
+            if unit.leaves.single_use is None and any(grads.arrived for grads in unit.grads):
                 unit.leaves.single_use = True
             if unit.leaves.runs_late is None:
                 unit.leaves.runs_late = False
