@@ -289,7 +289,8 @@ class Backward:
                 for leaf in unit.trainable_leaves():
                     if hooks.will_accumulate(leaf):
                         return True
-            if hooks.accumulates_from([_torch.node_now()], (leaf for unit in units for leaf in unit.trainable_leaves())):
+            trained = (leaf for unit in units for leaf in unit.trainable_leaves())
+            if hooks.accumulates_from([_torch.node_now()], trained):
                 return True
         return (
             schedule.recomputes_trained
