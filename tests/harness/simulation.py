@@ -23,8 +23,8 @@ from itertools import chain, takewhile
 from typing import Any
 
 from flatfsdp.engine.agreement.ops import BackwardPlan, bits_of
-from flatfsdp.engine.schedule.backward_driver import UnitFacts, UnitRules
-from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
+from flatfsdp.engine.schedule.actions import Action
+from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from flatfsdp.engine.schedule.issue_order import coalesce
@@ -379,7 +379,7 @@ class Refused(Exception):
 
 
 class SimulatedForwards(ForwardSchedule[str]):
-    """The schedule of one rank's forwards; the rank executes its actions."""
+    """The schedule of one rank's forwards."""
 
     def __init__(self, rank: SimulatedRank) -> None:
         program = rank.program
@@ -388,6 +388,8 @@ class SimulatedForwards(ForwardSchedule[str]):
         }
 
         def coalesced(unit: str, following: Iterable[str]) -> Sequence[str]:
+            if rank.is_unsharded(unit):
+                return (unit,)
             return next(
                 iter(program.cut(chain([unit], takewhile(lambda each: not rank.is_unsharded(each), following))))
             )
@@ -399,7 +401,7 @@ class SimulatedForwards(ForwardSchedule[str]):
                 has_users=users.__getitem__,
                 runs=lambda unit: unit in rank.running,
                 is_requested=lambda unit: False,
-                is_unsharded=rank.is_unsharded,
+                joins=program.sizes.__getitem__,
                 gathers_next=program.gathers_next.__contains__,
                 listed=lambda unit: program.listed.get(unit, Listed()),
                 coalesced=coalesced,
@@ -409,17 +411,6 @@ class SimulatedForwards(ForwardSchedule[str]):
                 lacks=lambda unit, ran: False,
             )
         )
-        self._rank = rank
-
-    def gather(self, units: Sequence[str], *, ahead: bool) -> None:
-        self._rank.gather(units, ahead=ahead)
-
-    def free(self, unit: str, *, retains: bool) -> None:
-        self._rank.reshard(unit)
-
-    def leave_unsharded(self, unit: str) -> None:
-        if unit not in self._rank.program.frees and not self._rank.is_unsharded(unit):
-            raise Problem(f"{unit} is to be left unsharded, and is not gathered")
 
 
 class SimulatedRank:
@@ -452,7 +443,7 @@ class SimulatedRank:
         self.program, self.batch, self.rng = program, batch, random.Random(seed)
         self.frozen = program.frozen | batch.frozen
         self.double = double
-        self.brings = self.foresaw = False
+        self.foresaw = False
         self.agreement = agreement
         self._trace = agreement.trace
         self._place = {unit: place for place, unit in enumerate(program.units)}
@@ -477,7 +468,6 @@ class SimulatedRank:
         self._tasks: list[set[Leaf]] = []  # gradients computed by the running graph tasks
         self._expecting: set[str] = set()
         self._completed: set[str] = set()
-        self._over: set[str] = set()
         self._kept: set[str] = set()
         self._arrived: set[Leaf] = set()
         self._late: dict[str, int] = {}  # by unit, the number of gradients that arrive again
@@ -486,7 +476,6 @@ class SimulatedRank:
         self._missing: dict[str, set[int]] = {}
         self._open: dict[str, list[Call]] = {}
         self._in_flight: list[int] = []
-        self._participates: set[str] = set()
         self._recomputed_regions: set[Region] = set()
         self._recomputed: set[Plain] = set()
         self._begun: set[Call] = set()  # to which the backward has come
@@ -554,9 +543,8 @@ class SimulatedRank:
         self.forwards.order.end()
 
     def _gather_in_turn(self, unit: str) -> None:
-        self.forwards.order.enter(unit)
         self.compare(unit)
-        self.forwards.enters(unit)
+        self._do(self.forwards.enters(unit))
         self._kept_before.difference_update((unit, *self.program.rules[unit].owners))
         self._ahead.difference_update((unit, *self.program.rules[unit].owners))
 
@@ -565,7 +553,17 @@ class SimulatedRank:
         self.agreement.check_order(self._place[unit], schedule="")
 
     def finish(self, unit: str, *, reached: bool) -> None:
-        self.forwards.finished(self._record, unit, training=True, reached=reached)
+        self._do(self.forwards.finished(self._record, unit, training=True, reached=reached))
+
+    def _do(self, actions: Iterable[Action[str]]) -> None:
+        for verb, units in actions:
+            if verb in ("gather", "ahead"):
+                self.gather(units, ahead=verb == "ahead")
+            elif verb == "leave":
+                if units[0] not in self.program.frees and not self.is_unsharded(units[0]):
+                    raise Problem(f"{units[0]} is to be left unsharded, and is not gathered")
+            else:
+                self.reshard(units[0])
 
     def _run_pass(self, steps: Sequence[Call | list[str]]) -> Iterator[Call]:
         for step in steps:
@@ -653,11 +651,11 @@ class SimulatedRank:
             record,
             program.rules,
             self.facts(),
-            self,
             coalesce=program.cut,
             together=program.together,
         )
-        self.brings = self.foresaw = self.may_bring()
+        self.schedule.double = self.double
+        self.schedule.brings = self.foresaw = self.may_bring()
         self.compare_plan()
         for unit in record.anchored:
             if self._leaves(unit):
@@ -665,7 +663,7 @@ class SimulatedRank:
         self._join_reductions()
         for step in reversed(self._covered):
             self._through(step)
-        self.schedule.ended()
+        self._execute(self.schedule.ended())
         if self.brings:
             self._await_reductions()
         elif any(unit in self.program.frees for unit in self.schedule.clock.sequence):
@@ -762,7 +760,9 @@ class SimulatedRank:
         regions = [*_outwards(call.region)]
         again = inside in regions
         if again:
-            self.schedule.recomputed(call.unit)
+            inner = self.in_inner_task()
+            region = None if inner else self.schedule.clock.running(lambda each: each == self._running)
+            self._execute(self.schedule.recomputed(call.unit, inner=inner, region=region))
             needed = (*self.program.rules[call.unit].owners, call.unit)
             for each in needed:
                 self._wait(each)
@@ -818,7 +818,7 @@ class SimulatedRank:
         unit = call.unit
         needed = [*self.program.rules[unit].owners, unit]
         reads = self.in_inner_task() or self.schedule.tied_owners.awaits_own_call(unit)
-        done = unit in self._over or (not reads and all(map(self._has_its_gradients, needed)))
+        done = unit in self.schedule.finished or (not reads and all(map(self._has_its_gradients, needed)))
         if unit in self._completed and done:
             return
         if self.in_inner_task() or (unit in self._completed and self._is_elsewhere(unit)):
@@ -835,7 +835,7 @@ class SimulatedRank:
         begun = unit in self._expecting and unit not in self._completed and unit in self.unsharded
         if begun and unit not in self.program.tied():
             return
-        self.schedule.reached(unit)
+        self._execute(self.schedule.reached(unit, inner=self.in_inner_task()))
         for each in needed:
             if each in self.unsharded:
                 self._wait(each)
@@ -864,7 +864,7 @@ class SimulatedRank:
         if unit not in self._expecting:
             self.participate(unit)
         if not self.brings:
-            self.brings = True
+            self.schedule.brings = True
             self.agreement.check_unforeseen()
         inside = self._arrived_inside.setdefault(unit, set())
         again = (unit, index) in self._arrived or unit in self._completed
@@ -879,17 +879,16 @@ class SimulatedRank:
         self._arrived.add((unit, index))
         self._missing[unit].discard(index)
         if unit in self._completed:
-            self._participates.add(unit)
             self.schedule.expect(unit)
         if (unit in self._completed or not self._missing[unit]) and not self._open.get(unit):
             self._advance(unit)
-        self.schedule.progressed(unit, 1)
+        self._execute(self.schedule.progressed(unit, 1))
 
     def _inputs_ready(self, call: Call) -> None:
         unit = call.unit
         self._open[unit].remove(call)
         if call.began is not None and call.began == self.schedule.clock.began.get(unit):
-            self._over.add(unit)
+            self.schedule.finished.add(unit)
         if unit in self._expecting:
             if not (self._open[unit] or unit in self._completed or self.in_inner_task()) and self.brings:
                 self._missing[unit] = {i for i in self._missing[unit] if self._comes(unit, i)}
@@ -902,10 +901,9 @@ class SimulatedRank:
             if self._arrived_inside.get(unit) and self._awaits_more(unit):
                 return
             self._completed.add(unit)
-            self._release(unit)
-            self.schedule.ready(unit)
-        elif unit in self._completed or not self._leaves(unit) or not self.brings:
-            self._release(unit)
+            self._execute(self.schedule.completes(unit, in_use=self._is_in_use(unit)))
+        elif not self._is_in_use(unit) and (unit in self._completed or not self._leaves(unit) or not self.brings):
+            self._execute(self.schedule.left(unit))
         for owner in self.program.rules[unit].owners:
             if owner in self._expecting:
                 self._advance(owner)
@@ -918,32 +916,39 @@ class SimulatedRank:
         self._arrived_inside[unit].clear()
         return bool(self._missing[unit])
 
-    def _release(self, unit: str) -> None:
-        in_use = any(unit in rules.owners and self._open.get(user) for user, rules in self.program.rules.items())
-        if (
-            not in_use
-            and unit not in self._kept
-            and not self.schedule.keeps_unsharded(unit)
-            and not self.schedule.reaches_again(unit)
-        ):
-            self.reshard(unit)
-            self.schedule.released(unit)
+    def _is_in_use(self, unit: str) -> bool:
+        return unit in self._kept or any(
+            unit in rules.owners and self._open.get(user) for user, rules in self.program.rules.items()
+        )
+
+    def _execute(self, actions: Iterable[Action[str]]) -> None:
+        """Those of the schedule of the backward."""
+        for verb, units in actions:
+            if verb in ("gather", "ahead"):
+                self.gather(units, ahead=verb == "ahead")
+            elif verb in ("free", "close"):
+                self.reshard(units[0])
+            elif verb == "participate":
+                self._await_gradients(units[0])
+            elif verb == "complete":
+                self._completed.add(units[0])
+            elif verb == "reduce":
+                self.reduce(units)
+            elif verb == "release inputs" or self.rng.random() < 0.2:  # at the end of a turn memory is highest
+                self._await_reductions()
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def facts(self) -> UnitFacts[str]:
         """The facts about a unit that the schedule may read."""
         return UnitFacts(
-            completed=self._completed.__contains__,
-            expects_gradients=lambda unit: unit in self._expecting or unit in self._completed,
             has_gradients=lambda unit: any((unit, index) in self._arrived for index in range(PARAMETERS)),
-            is_over=self._over.__contains__,
             is_used_once=self._used_once.__contains__,
             is_unsharded=self.unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
             elements=lambda unit: len(self._leaves(unit)),
-            participates=self._participates.__contains__,
             awaits_gradients=self._awaits,
+            will_recompute=self._recomputing.__contains__,
         )
 
     def _leaves(self, unit: str) -> list[int]:
@@ -958,12 +963,6 @@ class SimulatedRank:
 
     def in_inner_task(self) -> bool:
         return len(self._tasks) > 1
-
-    def is_running(self, checkpoint: object) -> bool:
-        return self._running == checkpoint
-
-    def will_recompute(self, checkpoint: object) -> bool:
-        return checkpoint in self._recomputing
 
     def may_bring(self) -> bool:
         """Whether its graph task shows gradients, or does not show all."""
@@ -998,32 +997,29 @@ class SimulatedRank:
             del self.unsharded[unit]
             self._trace.append("free", unit)
 
-    def release_inputs(self) -> None:
-        self._await_reductions()
+    @property
+    def brings(self) -> bool:
+        """Whether it brings gradients, as far as ranks have agreed."""
+        return self.has_backward and self.schedule.brings
 
     def participate(self, unit: str) -> None:
+        self.schedule.expecting.add(unit)
+        if self._await_gradients(unit):
+            self.schedule.expect(unit)
+
+    def _await_gradients(self, unit: str) -> bool:
         leaves = self._leaves(unit)
         self._expecting.add(unit)
         self._task_of[unit] = self._tasks[0 if unit in self.schedule.clock.planned else -1]
         self._arrived_inside.pop(unit, None)
         self._missing[unit] = {index for index in leaves if (unit, index) not in self._arrived}
-        if leaves:
-            self._participates.add(unit)
-            self.schedule.expect(unit)
-
-    def complete(self, unit: str) -> None:
-        self._completed.add(unit)
+        return bool(leaves)
 
     def reduce(self, units: Sequence[str]) -> None:
         while len(self._in_flight) > 1:
             self._trace.append("await", (REDUCTIONS, self._in_flight.pop(0)))
         self._in_flight.append(self._trace.issue(REDUCTIONS, *units))
         self.reduced += units
-        self._participates.difference_update(units)
-
-    def end_turn(self) -> None:
-        if self.rng.random() < 0.2:  # where memory is highest
-            self.release_inputs()
 
     def _may_come_from_checkpoints(self) -> bool:
         """Whether gradients flow on to a reentrant checkpoint, of which nothing is known before."""

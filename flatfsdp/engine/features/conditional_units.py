@@ -9,7 +9,7 @@ from typing import NoReturn
 from ...errors import UsageError
 from ..base.events import Observer
 from ..flat.states import FORWARD, IDLE
-from ..runtime.forward_gathers import ForwardGathers
+from ..runtime.forward_driver import ForwardDriver
 from ..runtime.model import Model
 from ..runtime.module_tree import nesting
 from ..runtime.turns import Turns
@@ -52,55 +52,55 @@ class ConditionalUnits(Observer, Turns):
         if new_record:
             self._without.clear()
 
-    def enter(self, unit: Unit, gathers: ForwardGathers) -> bool:
+    def enter(self, unit: Unit, forwards: ForwardDriver) -> bool:
         """See `Turns`.
 
         Raises:
             UsageError: the turn of `unit` is over, or is in the forward of another unit.
         """
-        held = self._advance_to(unit, gathers)
+        held = self._advance_to(unit, forwards)
         if held:
             if unit in self._ran and self.training:
-                gathers.repeat(unit)
+                forwards.iteration.record.repeat(unit)  # it was not freed in between
             self._ran.add(unit)
         self.cursors.append(self._plan.cursor(unit))
         return held
 
-    def _advance_to(self, unit: Unit, gathers: ForwardGathers) -> bool:
+    def _advance_to(self, unit: Unit, forwards: ForwardDriver) -> bool:
         cursor = self.cursors[-1] if self.cursors else None
         slot = self._plan.slot.get(unit)
         if cursor is None:
             return False
         if slot is None:
             if self._plan.is_inside(unit, cursor.unit):
-                self._complete(cursor, self._plan.position[unit], gathers)
+                self._complete(cursor, self._plan.position[unit], forwards)
             return False
         if self._holds(slot):
             return True
         if slot.around is not cursor.unit or cursor.has_passed(slot):
             _refuse_place(unit, slot)
-        self._complete(cursor, slot.position, gathers)
-        self._take(cursor, slot, gathers)
+        self._complete(cursor, slot.position, forwards)
+        self._take(cursor, slot, forwards)
         return slot.any_order
 
-    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: ForwardGathers) -> None:
+    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, forwards: ForwardDriver) -> None:
         """Take the remaining turns before `position`, or all for None: this rank's data did not need their units."""
-        self._close(cursor, position, gathers)
+        self._close(cursor, position, forwards)
         while (slot := cursor.next_before(position)) is not None:
             if slot.any_order:
-                self._take(cursor, slot, gathers)
-                self._close(cursor, position, gathers)
+                self._take(cursor, slot, forwards)
+                self._close(cursor, position, forwards)
             else:
-                self._participate(slot.units[0], gathers)
+                self._participate(slot.units[0], forwards)
 
-    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit], gathers: ForwardGathers) -> None:
+    def _take(self, cursor: ParticipationCursor[Unit], slot: ParticipationSlot[Unit], forwards: ForwardDriver) -> None:
         cursor.take(slot)
         if slot.any_order:
             self._ran.difference_update(slot.units)
             for unit in slot.units:
-                gathers.gather_in_turn(unit)
+                forwards.gather_in_turn(unit)
 
-    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, gathers: ForwardGathers) -> None:
+    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, forwards: ForwardDriver) -> None:
         """End the gathered branch if `position` is behind it, or is None, and finish its units."""
         slot = cursor.open
         if slot is not None and (position is None or slot.position < position):
@@ -108,27 +108,30 @@ class ConditionalUnits(Observer, Turns):
             for unit in self._units:
                 if unit in slot.units:
                     unit.wait_unshard()
-                    gathers.finish(unit, reached=self.training)
+                    _finish(unit, forwards, reached=self.training)
 
-    def _participate(self, unit: Unit, gathers: ForwardGathers) -> None:
+    def _participate(self, unit: Unit, forwards: ForwardDriver) -> None:
         """Issue the collectives of the forward of `unit` without running its module. Collective over the shard axis."""
         phase, depth = unit.phase, len(self.cursors)
         unit.enter_phase(FORWARD)
         try:
             follow_requires_grad((unit,))
-            gathers.unshard(unit)
-            self.module_ran(unit, gathers)
+            if not self.enter(unit, forwards):
+                forwards.gather_in_turn(unit)
+            for each in (*unit.owning_units, unit):
+                each.wait_unshard()
+            self.module_ran(unit, forwards)
         except BaseException:
             unit.phase = phase
             raise
         finally:
             self.leave(depth)
         unit.enter_phase(IDLE)
-        gathers.finish(unit, reached=self.training)
+        _finish(unit, forwards, reached=self.training)
 
-    def module_ran(self, unit: Unit, gathers: ForwardGathers) -> None:
+    def module_ran(self, unit: Unit, forwards: ForwardDriver) -> None:
         if self.cursors and self.cursors[-1].unit is unit:
-            self._complete(self.cursors[-1], None, gathers)
+            self._complete(self.cursors[-1], None, forwards)
 
     def leave(self, depth: int) -> None:
         del self.cursors[depth:]
@@ -220,6 +223,12 @@ def _branch_of(unit: Unit) -> Branch | None:
             "as one unit, outside of the part"
         )
     return branch
+
+
+def _finish(unit: Unit, forwards: ForwardDriver, *, reached: bool) -> None:
+    """The part of `unit` in the forward has ended. `reached`: a gradient can reach it."""
+    iteration = forwards.iteration
+    forwards.do(forwards.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached))
 
 
 def _refuse_place(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -32,10 +31,10 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.reduction import Reduction
 from ..flat.states import POST_BACKWARD
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHAPE
-from ..schedule.backward_driver import UnitFacts, UnitRules
-from ..schedule.backward_schedule import BackwardSchedule
-from ..schedule.forward_record import ForwardRecord
+from ..flat.views import SHOWS_GUARDED, SHOWS_NOTHING, SHOWS_SHAPE
+from ..schedule.actions import Action
+from ..schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
+from ..schedule.forward_record import CheckpointRegion, ForwardRecord
 from . import late_gradients
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
@@ -60,17 +59,19 @@ def awaits_gradients(unit: Unit) -> bool:
     return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in unit.kinds for i in grads.missing)
 
 
+def will_recompute(checkpoint: Any) -> bool:
+    """Whether the running graph task will reach this reentrant checkpoint."""
+    return (node := checkpoint()) is not None and _torch.will_compute(node)
+
+
 FACTS: UnitFacts[Unit] = UnitFacts(
-    completed=attrgetter("backward.completed"),
-    expects_gradients=attrgetter("expects_gradients"),
     has_gradients=lambda unit: unit.expects_gradients and any(grads.arrived for grads in unit.grads),
-    is_over=attrgetter("backward.finished"),
     is_used_once=lambda unit: unit.leaves.single_use is True,
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
     elements=lambda unit: sum(h.layout.params[i].numel for h in unit.handles for i in h.trainable_indices()),
-    participates=lambda unit: any(grads.participates for grads in unit.grads),
     awaits_gradients=awaits_gradients,
+    will_recompute=will_recompute,
 )
 
 
@@ -85,6 +86,7 @@ def rules_of(unit: Unit, *, reduces: bool) -> UnitRules[Unit]:
         reduces=reduces,
         stays_unsharded=not (reduces or unit.built.traits.reshard_without_sync) if frees is None else not frees,
         owners=tuple(unit.owning_units),
+        is_tied=unit.is_tied,
     )
 
 
@@ -144,9 +146,7 @@ class Backward:
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
         stays_unsharded: units that stay unsharded after their part, and after the backward.
         deferred: units whose gradients are still being reduced when it has ended. [Note: deferred gradients]
-        double: `create_graph`: the parameters are needed again.
-        brings: whether it brings gradients of parameters, or reduces those of earlier backwards; the same on all ranks.
-            [Note: backwards without gradients]
+        schedule: decides on gathers and reductions.
         gathered, reduced: the units whose collectives were issued, in order; the former by index. [Note: issued alike]
         collecting: the graph task in which only the arrival of gradients is to be recorded, if any.
         task: autograd's graph task, inside of which others may run.
@@ -175,7 +175,6 @@ class Backward:
             record,
             rules,
             FACTS,
-            weakref.proxy(self),  # no reference cycle until garbage collection: it holds units
             coalesce=coalescer.gathers,
             together=turns.coalesced(record.anchored),
         )
@@ -186,8 +185,6 @@ class Backward:
         self._rules = rules
         self._coalescer = coalescer
         self.task = _torch.graph_task()
-        self.double = False
-        self.brings = False
         self.gathered: list[int] = []
         self.reduced: list[Unit] = []
         self.collecting: int | None = None
@@ -201,24 +198,25 @@ class Backward:
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have arrived. [Note: slot sharing]"""
-        if unit.leaves.single_use is not True or unit not in self.schedule.clock.reached_once or unit.is_tied:
+        rules = self._rules[unit]
+        if unit.leaves.single_use is not True or rules.is_tied or unit not in self.schedule.clock.reached_once:
             return False
-        if unit in self._reduced_last or not self._rules[unit].reduces:
+        if unit in self._reduced_last or not rules.reduces:
             return False
-        return not (self.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
+        return not (self.schedule.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
 
     def gradients_may_wait(self) -> bool:
         """Whether other gradients hold memory for their reduction now, or need it earlier. [Note: late slots]"""
-        return self._reductions.last is None or self._in_flight[1].input_bytes > 0
+        return len(self._reductions.expected) != 1 or self._in_flight[1].input_bytes > 0
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def reached(self, unit: Unit) -> None:
         """A gradient is about to flow into `unit`: unshard it in the agreed order. Collective over the shard axis."""
         try:
-            self.schedule.reached(unit)
-            for each in (*unit.owning_units, unit):
-                if each.is_unsharded:
+            self.do(self.schedule.reached(unit, inner=_torch.graph_task() != self.task))
+            for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
+                if self._rules[each].reads or each.is_unsharded:
                     each.wait_unshard()
                 else:
                     for views in each.views:
@@ -231,21 +229,38 @@ class Backward:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
         if not self.reduces(unit) and unit not in self.schedule.clock.planned:
             self._turns.check_recomputed_in_window(unit)
-        self.schedule.recomputed(unit)
+        inner = self.in_inner_task()
+        self.do(self.schedule.recomputed(unit, inner=inner, region=None if inner else self._running_checkpoint()))
 
-    def gradient_elements_arrived(self, unit: Unit, elements: int) -> None:
-        """`elements` of gradients of `unit` have arrived, which counts them. Collective over both axes, and over the
-        groups of hooks."""
-        try:
-            self.schedule.progressed(unit, elements)
-        except RuntimeError as error:
-            self.agreement.explain(error)
-            raise
+    def _running_checkpoint(self) -> CheckpointRegion | None:
+        """The region of the reentrant checkpoint whose node in the graph runs."""
+        running = _torch.node_now()
+        return self.schedule.clock.running(lambda checkpoint: checkpoint() is running)  # type: ignore[operator]
 
-    def gradients_ready(self, unit: Unit) -> None:
-        """All gradients of `unit` are in their slots: reduce it if it is its turn. Collective over the shard axis."""
+    def do(self, actions: Iterable[Action[Unit]]) -> None:
+        """Execute what the schedule has decided. Collective over both axes, and over the groups of hooks."""
         try:
-            self.schedule.ready(unit)
+            for verb, units in actions:
+                if verb == "gather" or verb == "ahead":
+                    if len(units) > 1:
+                        units = self._coalescer.launch_coalesced(units, ahead=verb == "ahead")
+                        self.gathered += [unit.place.index for unit in units]
+                    elif units[0].launch_unshard(ahead=verb == "ahead"):
+                        self.gathered.append(units[0].place.index)
+                elif verb == "close":
+                    units[0].reshard(SHOWS_GUARDED, unreached=True)
+                elif verb == "reduce":
+                    self._reduce(units)
+                elif verb == "end turn" or verb == "last turn":
+                    self._end_turn(units, computes_alone=verb == "last turn")
+                elif verb == "free":
+                    units[0].reshard(SHOWS_NOTHING, unreached=True)
+                elif verb == "participate":
+                    self._await_gradients(units[0], share=False)
+                elif verb == "complete":
+                    self._complete(units[0])
+                else:  # "release inputs"
+                    self._release_inputs()
         except RuntimeError as error:
             self.agreement.explain(error)
             raise
@@ -259,26 +274,18 @@ class Backward:
 
     def collect(self, *, watched: bool) -> None:
         """Only record the arrival of gradients, unless it is `watched`: an observer needs every gradient."""
-        self.collecting = None if watched or self.double else self.task
+        self.collecting = None if watched or self.schedule.double else self.task
 
     def bring(self) -> None:
         """A gradient of a parameter has arrived, which ranks did not foresee."""
-        self.brings = True
+        self.schedule.brings = True
         self.agreement.check_unforeseen()
 
-    # -- facts for the schedule, and its actions ---------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------------------------
 
     def in_inner_task(self) -> bool:
         """Whether a graph task inside that of this backward runs, for example that of a recomputation."""
         return _torch.graph_task() != self.task
-
-    def is_running(self, checkpoint: Any) -> bool:
-        """Whether the running node of the graph is that of this reentrant checkpoint."""
-        return checkpoint() is _torch.node_now()
-
-    def will_recompute(self, checkpoint: Any) -> bool:
-        """Whether the running graph task will reach this reentrant checkpoint."""
-        return (node := checkpoint()) is not None and _torch.will_compute(node)
 
     def may_bring(self, units: Iterable[Unit]) -> bool:
         """Whether this backward will compute gradients of `units`, all those of the model, or may: by the graph task
@@ -298,14 +305,18 @@ class Backward:
             or late_gradients.are_likely(self._rules)
         )
 
-    def gather(self, units: Sequence[Unit], *, ahead: bool) -> None:
-        """Issue the gathers of all sharded handles of a group, possibly `ahead` of their use."""
-        for unit in self._coalescer.launch_unshard(units, ahead=ahead):
-            self.gathered.append(unit.place.index)
+    # -- actions -----------------------------------------------------------------------------------------------------
 
     def participate(self, unit: Unit, *, share: bool = False) -> None:
+        """The backward reaches `unit`, or a gradient of it: await those of all leaves. `share`: in the memory of the
+        parameters."""
+        self.schedule.expecting.add(unit)
+        if self._await_gradients(unit, share=share) and unit not in self._reductions.expected:
+            self.schedule.expect(unit)
+
+    def _await_gradients(self, unit: Unit, *, share: bool) -> bool:
         """Await the gradients of all leaves of `unit` that require one; zeros for those that this backward does not
-        compute. `share`: in the memory of the parameters."""
+        compute. Returns whether there are any, or some that earlier backwards have left."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
         sync, participates = self._rules[unit].reduces, False
         for kind, (handle, _, grads) in enumerate(unit.kinds):
@@ -328,20 +339,15 @@ class Backward:
         # Gradients of its graph arrive in this task, even if recomputations contribute in others.
         unit.backward.task = self.task if unit in self.schedule.clock.planned else _torch.graph_task()
         unit.backward.arrived_in_inner_tasks.clear()
-        if participates:
-            self.schedule.expect(unit)
+        return participates
 
-    def complete(self, unit: Unit) -> None:
+    def _complete(self, unit: Unit) -> None:
         """No gradient of `unit` is awaited any longer."""
         unit.backward.completed = True
         if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
             unit.leaves.runs_late = False
 
-    def reshard(self, unit: Unit) -> None:
-        """Free the unsharded parameters."""
-        unit.reshard(SHOWS_NOTHING, unreached=True)
-
-    def reduce(self, group: Sequence[Unit]) -> None:
+    def _reduce(self, group: Sequence[Unit]) -> None:
         """Issue the reduction of a `group`. Collective over the shard axis."""
         # One input in addition to the one being filled, and one all-reduce: earlier ones are released first.
         older, newer = self._in_flight
@@ -352,32 +358,26 @@ class Backward:
         if self.finisher.acts_early:
             self._finish_early(older)  # overlaps with the reduction just issued
 
-    def end_turn(self) -> None:
-        """End the turn of groups, reduced or not: let no reduction hold its input if memory use is highest now."""
+    def _end_turn(self, to_come: Sequence[Unit], *, computes_alone: bool) -> None:
+        """End the turn of groups, reduced or not: let no reduction hold its input if memory use is highest now.
+        `computes_alone`: nothing is left to be gathered while the units `to_come` compute. [Note: half-way]"""
         older, newer = self._in_flight
-        last = self._reductions.last
-        halfway = newer.units and newer.units[-1].options.backward_prefetch is BACKWARD_MID
+        last = to_come[0] if len(to_come) == 1 else None
         if last is not None and 0 < older.input_bytes + newer.input_bytes < _largest_gradient(last):
             # If an embedding's gradient is larger than all inputs in flight, memory use is highest when it arrives:
             # these inputs are released before it. Otherwise their reductions overlap with the last unit's backward.
-            self.release_inputs()
+            self._release_inputs()
             for grads in last.grads:
                 if grads.slots.late:
                     grads.slots.move_collected()
-        elif halfway and self._last_comes(after=newer.units[-1]):
-            self.release_inputs()
+        elif computes_alone and any(unit.resolved.reshards_after_forward for unit in to_come):
+            self._release_inputs()
         for reduction in newer.reductions:
             if reduction.advances_in_waits and not newer.units[-1].options.names_prefetch:
-                self.release_inputs()
+                self._release_inputs()
                 break
 
-    def _last_comes(self, *, after: Unit) -> bool:
-        """Whether nothing is left to be gathered, and the unit gathered last is to compute alone. [Note: half-way]"""
-        if after.options.backward_targets or not self.schedule.gathers.is_over:
-            return False
-        return any(unit.resolved.reshards_after_forward for unit in self._reductions.outstanding())
-
-    def release_inputs(self) -> None:
+    def _release_inputs(self) -> None:
         """Let no reduction hold its input. Collective over both axes, and over the groups of hooks."""
         older, newer = self._in_flight
         older.finish()
@@ -396,8 +396,8 @@ class Backward:
 
     def flush(self) -> None:
         """The graph task has ended: issue outstanding collectives and wait for them. Collective over both axes."""
-        self.schedule.ended()
-        if self.brings:
+        self.do(self.schedule.ended())
+        if self.schedule.brings:
             older, newer = self._in_flight
             older.finish()
             if self._reduced_last and newer.can_finish_later:

@@ -19,8 +19,8 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
-from ..flat.views import SHOWS_GUARDED, check_exposed
-from ..schedule.backward_driver import UnitRules
+from ..flat.views import check_exposed
+from ..schedule.backward_schedule import UnitRules
 from ..schedule.forward_record import ForwardRecord
 from . import late_gradients
 from .backward import Backward, rules_of
@@ -83,7 +83,8 @@ class BackwardHooks:
             observe()
         iteration = self.iteration
         if iteration.backward is not None:
-            iteration.backward.double = iteration.backward.double or torch.is_grad_enabled()
+            schedule = iteration.backward.schedule
+            schedule.double = schedule.double or torch.is_grad_enabled()
             return iteration.backward
         if not _torch.in_backward():
             raise InternalError(f"unit {self.setup.outermost.label}: a gradient arrived outside of a backward")
@@ -104,7 +105,7 @@ class BackwardHooks:
         backward = self._plan(record, flags)
         record.consumed = True
         iteration.begin_backward(backward)
-        if backward.brings:
+        if backward.schedule.brings:
             backward.collect(watched=bool(self.observers.gradient_came))
         if uses.made or uses.maybe or not uses.none_known:
             uses.look(record.entered)
@@ -133,8 +134,8 @@ class BackwardHooks:
             finisher=self._finisher(sync=sync),
             turns=self.iteration.turns,
         )
-        backward.brings = accumulated or backward.may_bring(self.setup.units)
-        self._compare(record, flags, brings=backward.brings, reduces=sync)
+        backward.schedule.brings = accumulated or backward.may_bring(self.setup.units)
+        self._compare(record, flags, brings=backward.schedule.brings, reduces=sync)
         self.replica_checks.before_backward(self.setup.units, reduces=sync)
         if self.iteration.is_at_rest:  # a graph older than the last rest
             self.iteration.follow_writes()
@@ -222,26 +223,22 @@ class BackwardHooks:
             own.ends_unseen.append(_torch.node_now())
             if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):
                 late_gradients.await_customs(unit, own.ends_unseen[-1:], self.of_unit[unit].custom_ran)
-        if own.completed and (own.finished or _is_done_reading(unit, backward)):
+        if own.completed and (unit in backward.schedule.finished or _is_done_reading(unit, backward)):
             return
         if unit.phase is STEPPED:
             unit.enter_phase(PRE_BACKWARD)  # the table refuses this, before anything is gathered
         task = _torch.graph_task()
-        if call is not None and call.finished_in_task is not None and call.finished_in_task == task:
+        if call is not None and call.finished_in_task == task:  # this output is also one of its inputs
             call = None
             if unit.expects_gradients and not (unit.is_unsharded or backward.schedule.gathers.has_turn(unit)):
                 return  # freed when that call had finished
-        elsewhere = own.completed and own.task != task
-        if call is not None and call not in own.open_calls:
-            own.open_calls.add(call)
-            own.keep_unsharded = own.keep_unsharded or call.outlasts
-            elsewhere = elsewhere or backward.in_inner_task()
-        elif call is not None or unit.phase is PRE_BACKWARD:
-            elsewhere = False
-        if elsewhere:
-            for each in (unit, *unit.owning_units):
-                each.backward.late_gradients = late_gradients.count_late(each)
         begun = unit.phase is PRE_BACKWARD
+        opens = call is not None and own.open(call)
+        # Gradients that have arrived do so again, from a segment that another graph task recomputes.
+        if (opens and task != backward.task) or (
+            own.completed and own.task != task and (opens or not (begun or call is not None))
+        ):
+            late_gradients.expect_again(unit)
         # Its own parameters may have been gathered for other units that share them, and shared ones of others not.
         if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
             return
@@ -286,7 +283,7 @@ class BackwardHooks:
         if task != own.task:
             _check_recomputed_part(unit, backward)
             late_gradients.came(unit, self.of_unit[unit].custom_ran)
-        if not backward.brings:
+        if not backward.schedule.brings:
             backward.bring()
             backward.collect(watched=bool(self.observers.gradient_came))
         for observe in self.observers.gradient_came:
@@ -309,23 +306,14 @@ class BackwardHooks:
         own.open_calls.discard(call)
         call.finished_in_task = _torch.graph_task()
         if backward is not None and call.began is not None and call.began == backward.schedule.clock.began.get(unit):
-            own.finished = True
-        if unit.expects_gradients:
+            backward.schedule.finished.add(unit)
+        if unit.phase is PRE_BACKWARD or own.completed:
             # Reduce now if all gradients of this backward have arrived, and reshard if nothing reads the parameters.
-            self._skip_missing(unit)
+            for grads in unit.grads:
+                if grads.missing and not (own.open_calls or own.completed) and backward is not None:
+                    _skip_missing(unit, backward)
+                    break
             self.advance(unit, backward)
-
-    def _skip_missing(self, unit: Unit) -> None:
-        """When all calls have finished, stop waiting for gradients that this backward does not compute. Other ranks may
-        use all parameters: they reduce now, and gather the next unit only after this rank has reduced, too."""
-        awaiting = [(handle, grads) for handle, _, grads in unit.kinds if grads.missing]
-        if not awaiting or unit.backward.open_calls or unit.backward.completed:
-            return
-        backward = self.iteration.backward
-        if backward is None or backward.in_inner_task() or not backward.brings:
-            return
-        for handle, grads in awaiting:
-            grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
     def advance(self, unit: Unit, backward: Backward | None) -> None:
         """Reduce `unit` when every gradient has arrived, and reshard, unless this backward may still read the
@@ -345,21 +333,31 @@ class BackwardHooks:
             own.completed = True
             unit.enter_phase(POST_BACKWARD)
             unit.record_event("grads")
-            # The parameters are freed before the reduction allocates memory.
-            _release(unit, backward)
-            backward.gradients_ready(unit)
+            in_use = own.keep_unsharded or (bool(unit.sharing_units) and _is_in_use(unit))
+            backward.do(backward.schedule.completes(unit, in_use=in_use))
             # For later backwards: this one may still show otherwise.
             if unit.leaves.single_use is None and any(grads.arrived for grads in unit.grads):
                 unit.leaves.single_use = True
             if unit.leaves.runs_late is None:
                 unit.leaves.runs_late = False
-        elif own.late_gradients <= 0 and (
-            own.completed or not expecting or not (backward.in_inner_task() or backward.brings)
+        elif (
+            own.late_gradients <= 0
+            and (own.completed or not expecting or not (backward.in_inner_task() or backward.schedule.brings))
+            and not _is_in_use(unit)
         ):
-            _release(unit, backward)
+            backward.do(backward.schedule.left(unit))
         for owning_unit in unit.owning_units:
             if owning_unit.expects_gradients:
                 self.advance(owning_unit, backward)
+
+
+def _skip_missing(unit: Unit, backward: Backward) -> None:
+    """When all calls have finished, stop waiting for gradients that this backward does not compute. Other ranks may use
+    all parameters: they reduce now, and gather the next unit only after this rank has reduced, too."""
+    if backward.in_inner_task() or not backward.schedule.brings:
+        return
+    for handle, _, grads in unit.kinds:
+        grads.missing.difference_update([i for i in grads.missing if not hooks.will_accumulate(handle.leaves[i])])
 
 
 def _refuse_inside_forward(unit: Unit) -> NoReturn:
@@ -414,13 +412,11 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
     return all(map(late_gradients.has_all, (unit, *unit.owning_units)))
 
 
-def _release(unit: Unit, backward: Backward) -> None:
-    """Reshard after the unit's part of the backward, unless the parameters are still needed."""
-    shared = unit.sharing_units and any(each.backward.open_calls for each in unit.alive_sharing_units())
-    needed = shared or unit.backward.keep_unsharded or backward.schedule.keeps_unsharded(unit)
-    if not needed and not backward.schedule.reaches_again(unit):
-        unit.reshard(SHOWS_GUARDED, unreached=True)
-        backward.schedule.released(unit)
+def _is_in_use(unit: Unit) -> bool:
+    """Whether the parameters of `unit` are still needed after its part."""
+    if unit.backward.keep_unsharded:
+        return True
+    return bool(unit.sharing_units) and any(each.backward.open_calls for each in unit.alive_sharing_units())
 
 
 class UnitHooks:
@@ -468,4 +464,5 @@ class CountingHooks(UnitHooks):
         unit, driver = self.unit(), self.driver()
         backward = driver.iteration.backward if driver is not None else None
         if unit is not None and backward is not None:
-            backward.gradient_elements_arrived(unit, unit.handles[kind].layout.params[index].numel)
+            elements = unit.handles[kind].layout.params[index].numel
+            backward.do(backward.schedule.progressed(unit, elements))

@@ -24,12 +24,16 @@ apart = functools.partial(_apart.being, True)
 
 
 class Coalescer:
-    """The groups of units of a model that share their collectives, and these collectives."""
+    """The groups of units of a model that share their collectives, and these collectives.
+
+    Attributes:
+        small: the bytes of units that can be in a group.
+    """
 
     def __init__(self, *, most: int) -> None:
         """`most`: the maximum bytes of unsharded parameters in a group of units; 0 for no groups."""
         self._most = 0 if _apart.value else most
-        self._bytes: dict[Unit, int] = {}  # of the small units
+        self.small: dict[Unit, int] = {}
         self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # a cache
 
     def measure(self, units: Iterable[Unit]) -> None:
@@ -37,7 +41,8 @@ class Coalescer:
         with parameters on other meshes, which are sent over other axes."""
         alone = (unit for unit in units if not (unit.is_tied or unit.axes.elsewhere))
         sizes = {unit: sum(map(_unsharded_bytes, unit.handles)) for unit in alone}
-        self._bytes = {unit: size for unit, size in sizes.items() if 0 < size <= self._most}
+        self.small.clear()  # in place: others have it
+        self.small.update((unit, size) for unit, size in sizes.items() if 0 < size <= self._most)
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +55,7 @@ class Coalescer:
 
     def first_gather(self, unit: Unit, following: Iterable[Unit]) -> tuple[Unit, ...]:
         """`unit`, and the units `following` it that are gathered with it."""
-        if unit not in self._bytes:
+        if unit not in self.small or not unit.is_sharded:
             return (unit,)
 
         def sharded() -> Iterator[Unit]:
@@ -69,7 +74,7 @@ class Coalescer:
     def _cut(
         self, what: str, sequence: Iterable[Unit], key: Callable[[Unit], tuple[int, object] | None]
     ) -> Iterable[tuple[Unit, ...]]:
-        if not self._bytes:  # checked at every step, and few models have small units
+        if not self.small:  # checked at every step, and few models have small units
             return [(unit,) for unit in sequence]
         units = tuple(sequence)
         groups = self._groups.get((what, units))
@@ -80,12 +85,12 @@ class Coalescer:
         return groups
 
     def _gather_of(self, unit: Unit) -> tuple[int, object] | None:
-        size = self._bytes.get(unit)
+        size = self.small.get(unit)
         alone = unit.groups.shard.size == 1 or unit.options.schedule.gathers_alone
         return None if size is None or alone else (size, id(unit.axes.own_transports.quantized))
 
     def _reduction_of(self, unit: Unit) -> tuple[int, object] | None:
-        size, options = self._bytes.get(unit), unit.options
+        size, options = self.small.get(unit), unit.options
         hooked = options.all_reduce_hook is not None or options.comm_hook is not None
         if size is None or hooked:
             return None

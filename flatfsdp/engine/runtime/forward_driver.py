@@ -1,11 +1,15 @@
-"""The driver of forwards: gathers, casts and hooks around the forward of a wrapped module."""
+"""The driver of forwards: comparisons between ranks, gathers, casts and hooks around the forward of a wrapped module.
+
+Which units are gathered and freed when is decided in `schedule/forward_schedule.py`, whose actions are executed here.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,26 +18,47 @@ from torch import nn
 from ...errors import UsageError, is_new
 from ..agreement.agreement import Agreement
 from ..agreement.once_per_job import warn_once_per_job
+from ..agreement.ops import RUNS, STAYED, with_unsharded
 from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
-from ..flat.views import SHOWS_UNSHARDED, check_unwritten, keep_packed
+from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_packed
+from ..schedule.actions import Action
 from ..schedule.forward_record import ForwardRecord
+from ..schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from .backward_hooks import BackwardHooks, UnitHooks
-from .forward_gathers import ForwardGathers
+from .coalesced_collectives import Coalescer
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
 from .model_facts import trained_parameters
+from .replica_checks import ReplicaChecks
 from .resources import Resources
 from .setup import Setup
 from .substitutes import Given
 from .turns import PLAIN
-from .unit import Unit, follow_requires_grad
+from .unit import Unit, follow_requires_grad, shared_under_reentrance
 from .unit_state import ForwardCall
+from .user_writes import apply_shard_writes, follow_other_ranks
+
+FACTS: ForwardFacts[Unit] = ForwardFacts(
+    owners=attrgetter("owning_units"),
+    users=Unit.alive_sharing_units,
+    has_users=attrgetter("sharing_units"),
+    runs=lambda unit: unit.phase is FORWARD,
+    is_requested=lambda unit: unit.phase is SUMMONED,
+    joins=lambda unit: False,
+    gathers_next=attrgetter("options.forward_prefetch"),
+    listed=attrgetter("options.forward_targets"),
+    coalesced=lambda unit, following: (unit,),
+    reshards=attrgetter("resolved.reshards_after_forward"),
+    stays=attrgetter("backward.keep_unsharded"),
+    retains=attrgetter("kept.retain"),
+    lacks=lambda unit, ran: unit.entries.lacks(ran),
+)
 
 
 @dataclass(eq=False)
@@ -46,22 +71,20 @@ class ForwardDriver:
     agreement: Agreement
     accumulators: GradAccumulators
     observers: Observers
-    gathers: ForwardGathers
+    coalescer: Coalescer
+    replica_checks: ReplicaChecks
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
     _turns_version: int = -1  # of the options that the turns depend on
 
+    def __post_init__(self) -> None:
+        facts = replace(FACTS, joins=self.coalescer.small.__contains__, coalesced=self.coalescer.first_gather)
+        self.schedule: ForwardSchedule[Unit] = ForwardSchedule(facts)
+
     # -- a forward of the model --------------------------------------------------------------------------------------
 
-    def _enter(self, unit: Unit) -> bool:
-        """A forward of `unit` begins; True if it is the outermost."""
-        outermost = self.iteration.depth == 0
-        if outermost:
-            self._begin(unit)
-        self.iteration.depth += 1
-        return outermost
-
-    def _begin(self, unit: Unit) -> None:
+    def _begin(self) -> None:
+        """The outermost forward begins."""
         setup, iteration, agreement = self.setup, self.iteration, self.agreement
         training = torch.is_grad_enabled()
         if not setup.ready:
@@ -103,7 +126,7 @@ class ForwardDriver:
             self.gradient_flow.unhook()
         if iteration.substitutes.kept:
             iteration.substitutes.drop_unused(all_kept=new_record)
-        self.gathers.order.begin()
+        self.schedule.order.begin()
         iteration.training = training
         if self._turns_version != setup.version:
             self._turns_version = setup.version
@@ -114,23 +137,20 @@ class ForwardDriver:
         self.gradient_flow.begin_forward()
         iteration.begin_forward()
 
-    def _leave(self, unit: Unit, *, failed: bool = False) -> None:
-        """A forward of `unit` has ended."""
+    def _end(self, unit: Unit, *, failed: bool = False) -> None:
+        """The outermost forward, of `unit`, has ended."""
         iteration = self.iteration
-        iteration.depth -= 1
-        if not iteration.turns.plain:
-            iteration.turns.leave(iteration.depth)
-        if iteration.depth or _torch.in_backward():
+        if _torch.in_backward():
             return
         iteration.record.end()
         if failed:
-            self.gathers.lacking.clear()
+            self.schedule.lacking.clear()
             iteration.close(Outcome.ABANDONED)
             return
         self.agreement.end_forward()
-        self.gathers.order.end()
-        if self.gathers.lacking:
-            self.gathers.ended_lacking(iteration.record, unit)
+        self.schedule.order.end()
+        if self.schedule.lacking:
+            self.do(self.schedule.ended(iteration.record, unit))
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -147,6 +167,91 @@ class ForwardDriver:
         self.iteration.leave_backward()
         self.agreement.meet_abandoned()
         self.iteration.finish_interrupted()
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    def _gather_again(self, unit: Unit) -> None:
+        """Start to gather `unit`, whose forward runs inside a backward. Collective."""
+        iteration = self.iteration
+        if not iteration.turns.plain:
+            iteration.turns.check_recomputed(unit)
+        if iteration.backward is not None:
+            iteration.backward.recomputed(unit)
+        else:
+            self.do(self.schedule.enters(unit, in_order=False))
+
+    def gather_in_turn(self, unit: Unit, *, runs: bool = False) -> None:
+        """It is the turn of `unit`, on all ranks: start to gather it, and possibly the next. Collective."""
+        first = self.schedule.order.now is None
+        schedule = self.setup.words_of_choices  # read at every unit
+        if schedule is None:
+            schedule = self.setup.description
+        for observe in self.observers.before_first_gather if first else ():
+            if words := observe():
+                schedule += f"; {words}" if schedule else words
+        # Ranks compare whether a gather is issued here: in another structure of calls, or with an output that needs no
+        # gradient on one of them, the same unit is still gathered there, and they would wait for each other.
+        gathered = RUNS if runs else ""
+        for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
+            # A prefetched one has not been waited for yet; one without handles has no state.
+            if each.handles and each.handles[0].state is UNSHARDED and each.resolved.reshards_after_forward:
+                if each is not unit:
+                    gathered += with_unsharded(each.label)
+                elif not (runs or unit in self.iteration.requested):
+                    gathered += STAYED
+        self.agreement.check_order(unit.place.index, schedule=schedule, gathered=gathered)
+        if first and not self.agreement.forwards_are_local:
+            units = self.setup.units
+            if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
+                self.replica_checks.at_first(units)
+            follow_other_ranks(units, self.agreement)
+            for act in self.observers.first_gather_agreed:
+                act()
+        record = self.iteration.record
+        if (uses := self.iteration.uses_of_shards).starts_clean and torch.is_grad_enabled():
+            with _torch.as_plain_tensors():  # leaves may be hidden
+                for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
+                    for handle in each.handles:
+                        if max(map(_torch.use_count, handle.leaves), default=1) > 1 and each not in record.entered:
+                            uses.maybe = True
+        if torch.is_grad_enabled() or (self.iteration.training and unit in self.iteration.turns.conditional):
+            record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
+            for owning_unit in unit.owning_units:
+                record.enter_sharing(owning_unit)
+        elif self.iteration.training:
+            checkpoint = _torch.custom_forward()
+            if checkpoint is not None:
+                for other in (*unit.owning_units, *unit.alive_sharing_units()):
+                    raise UsageError(shared_under_reentrance(unit, other))
+            record.enter_without_graph(unit, checkpoint=checkpoint, segment=_torch.saving(), segments=_torch.segments)
+            for owning_unit in unit.owning_units:
+                record.enter_sharing_without_graph(owning_unit)
+        for each in (*unit.owning_units, unit):
+            apply_shard_writes(each)
+        self.do(self.schedule.enters(unit))
+
+    def do(self, actions: Iterable[Action[Unit]]) -> None:
+        """Execute the `actions` of the schedule. Collective over the shard axis, if units are gathered."""
+        iteration = self.iteration
+        for verb, units in actions:
+            unit = units[0]
+            if verb == "gather" or verb == "ahead":
+                ahead = verb == "ahead"
+                if len(units) == 1:
+                    unit.launch_unshard(ahead=ahead)
+                else:
+                    self.coalescer.launch_coalesced(units, ahead=ahead)
+                if ahead or len(units) > 1:
+                    iteration.ahead.update(dict.fromkeys(units if ahead else units[1:]))
+            elif verb == "leave":
+                in_use = bool(unit.sharing_units) and any(each.phase is FORWARD for each in unit.alive_sharing_units())
+                for views in unit.views:
+                    views.track_writes(in_use=in_use)  # users' writes to them would be lost
+            else:
+                if verb == "retain" and unit.kept.retain is not None:
+                    unit.kept.retain(unit)
+                iteration.has_freed = True
+                unit.reshard(SHOWS_NOTHING, unreached=iteration.backward is not None)
 
     # -- a forward of a unit -----------------------------------------------------------------------------------------
 
@@ -175,26 +280,34 @@ class ForwardDriver:
             called = functools.partial(listing.during, called)
         if unit.phase is SUMMONED:
             return self._run_summoned(unit, args, kwargs, called)
-        outermost = self._enter(unit)
-        phase, recomputing, again = unit.phase, _torch.in_backward(), unit.phase is FORWARD  # inside its own forward
+        iteration = self.iteration
+        outermost = iteration.depth == 0
+        if outermost:
+            self._begin()
+        iteration.depth += 1
+        recomputing = _torch.graph_task() != -1  # inside a backward
+        phase, again = unit.phase, unit.phase is FORWARD  # inside its own forward
         given = Given()
         given.args, given.kwargs = args, kwargs
         try:
             unit_call, outer_dtype = self._before(unit, outermost, recomputing, given, runs=again)
             dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
-            with cast_buffers(unit.built.modules, dtype):
+            if dtype is None:
                 output = called(*given.args, **given.kwargs)
-            if not (recomputing or self.iteration.turns.plain):
-                self.iteration.turns.module_ran(unit, self.gathers)
+            else:
+                with cast_buffers(unit.built.modules, dtype):
+                    output = called(*given.args, **given.kwargs)
+            if not (recomputing or iteration.turns.plain):
+                iteration.turns.module_ran(unit, self)
             if given.substitutes is not None:
                 given.return_places()
                 if torch.is_grad_enabled():
-                    self.iteration.substitutes.keep(unit, given.substitutes, self.iteration.record.running)
+                    iteration.substitutes.keep(unit, given.substitutes, iteration.record.running)
             output = _own_output(unit, output, given)
             if outer_dtype is not None:
                 output = cast_floating(output, outer_dtype, in_place=given)
             if entry is not None and unit.entries.are_several and not recomputing:
-                self.gathers.entry_ran(unit, id(entry))
+                self.schedule.entry_ran(unit, id(entry))
             self._after(unit, recomputing, unit_call, given, output, stays=stays, again=again)
             for observe in () if recomputing else self.observers.forward_ended:
                 observe(unit, output, outermost=outermost)
@@ -203,7 +316,10 @@ class ForwardDriver:
             unit.phase = phase
             if recomputing:
                 self.agreement.refuse(error)
-            self._leave(unit, failed=True)
+            iteration.depth -= 1
+            iteration.turns.leave(iteration.depth)
+            if not iteration.depth:
+                self._end(unit, failed=True)
             raise
         if recomputing or again:
             unit.phase = phase  # of its backward, or of the forward around this one
@@ -211,7 +327,11 @@ class ForwardDriver:
                 each.wait_unshard()  # which goes on computing with the leaves
         else:
             unit.enter_phase(IDLE)
-        self._leave(unit)
+        iteration.depth -= 1
+        if not iteration.turns.plain:
+            iteration.turns.leave(iteration.depth)
+        if not iteration.depth:
+            self._end(unit)
         return output
 
     def _run_outside(
@@ -257,7 +377,13 @@ class ForwardDriver:
         unit.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast()
-        self.gathers.unshard(unit, runs=runs)
+        turns = self.iteration.turns
+        if recomputing:
+            self._gather_again(unit)
+        elif turns.plain or not turns.enter(unit, self):
+            self.gather_in_turn(unit, runs=runs)
+        for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
+            each.wait_unshard()
         follow_requires_grad((unit,))
         unit.record_event("forward")
         outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
@@ -271,7 +397,7 @@ class ForwardDriver:
         of_unit = self.backwards.of_unit
         for each in (unit, *unit.owning_units):  # an owner may not run itself
             _watch_leaves(each, of_unit[each])
-        return self._watch_inputs(unit, given.trained()), outer_dtype
+        return self._watch_inputs(unit, given.trained(), recomputing), outer_dtype
 
     def _substitute(self, unit: Unit, outermost: bool, given: Given) -> None:
         """Give the forward of `unit` inputs on its device and in its dtype. [Note: substitutes]"""
@@ -290,7 +416,7 @@ class ForwardDriver:
         if torch.is_autocast_enabled(self.resources.device.device.type):
             torch.clear_autocast_cache()
 
-    def _watch_inputs(self, unit: Unit, inputs: list[torch.Tensor]) -> ForwardCall | None:
+    def _watch_inputs(self, unit: Unit, inputs: list[torch.Tensor], recomputing: bool) -> ForwardCall | None:
         """Hook the trained inputs, whose gradients show that this call's backward has finished.
 
         The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
@@ -303,7 +429,7 @@ class ForwardDriver:
             awaited = inputs
         if not awaited:
             return None
-        timed = unit not in self.iteration.turns.conditional and not _torch.in_backward()
+        timed = unit not in self.iteration.turns.conditional and not recomputing
         call = ForwardCall(self.iteration.record.entered_at if timed else None)
         held = self.backwards.of_unit[unit]
         if len(awaited) == 1 and flow.follow_output(awaited[0], held, call):
@@ -368,7 +494,7 @@ class ForwardDriver:
                 return
             reached = by_any
         iteration, keep = self.iteration, keep or again
-        self.gathers.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep)
+        self.do(self.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep))
 
     def _hook_outer_levels(self, unit: Unit, output: Any) -> list[torch.Tensor]:
         """Inside of transforms: hook the tensors of `output` in the outer transforms, and outside of all of them."""
@@ -391,11 +517,7 @@ class ForwardDriver:
         # The graph holds the forward pass that created it. Not the model: that keeps the error of a backward, which
         # holds the graph, and garbage collection does not find this reference cycle.
         held = self.iteration.record.running, watch
-
-        def reached(grad: torch.Tensor, held: object = held) -> None:
-            output_hook.reached()
-
-        output_hook.id = hooks.before_backward_of(output, reached, first=True)
+        output_hook.id = hooks.before_backward_of(output, functools.partial(output_hook.reached, held=held), first=True)
         if output.grad_fn is None:
             self.gradient_flow.unhook_later([hooks.remover(output, output_hook.id)])
         elif output._is_view():

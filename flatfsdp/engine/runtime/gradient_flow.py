@@ -39,15 +39,15 @@ class OutputHook:
         self.task: int | None = None
         self.id = 0
 
-    def reached(self) -> None:
-        """A gradient has arrived.
+    def reached(self, grad: object, held: object = None) -> None:
+        """A gradient has arrived. `held`: lives as long as the graph.
 
         Raises:
             UsageError: a unit or its model was deleted.
         """
         if _functorch.in_transform():  # a backward inside of it
             with _functorch.outside():
-                return self.reached()
+                return self.reached(grad)
         self.task = _torch.graph_task()
         for reader, call in self.readers:  # they reshard before anything is gathered
             if (unit := reader.unit()) is not None:
@@ -70,7 +70,7 @@ class OutputHook:
     def reached_past_it(self, grad: object) -> None:
         """A gradient has reached the base of the tensor, a view; ignored if one has reached the view in this task."""
         if self.task != _torch.graph_task():
-            self.reached()
+            self.reached(grad)
 
 
 class GradientFlow:

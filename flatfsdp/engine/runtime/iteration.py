@@ -206,7 +206,7 @@ class Iteration:
         """The `backward` begins, and ends with the graph task."""
         self.backward = backward
         self.enter(BACKWARD)
-        backward.double = torch.is_grad_enabled()
+        backward.schedule.double = torch.is_grad_enabled()
         # Bound to this backward: on an accelerator a failed one may be released late, by another thread.
         ended, failed = self.end_backward, self.fail_backward
         hooks.at_end_of_backward(functools.partial(ended, backward), functools.partial(failed, backward))
@@ -230,13 +230,13 @@ class Iteration:
         try:
             backward.flush()
             if backward.sync:
-                self.left_unreduced = not backward.brings
+                self.left_unreduced = not backward.schedule.brings
             for observe in self._observers.backward_ends:
                 observe()
-            if not backward.double:
+            if not backward.schedule.double:
                 self._check_unreached()
             self.backward = None
-            self.close(Outcome.RETAINED if backward.double else Outcome.ENDED, backward)
+            self.close(Outcome.RETAINED if backward.schedule.double else Outcome.ENDED, backward)
         except BaseException as error:
             if self.backward is None:  # too late for `fail_backward`
                 if self.stage is BACKWARD:

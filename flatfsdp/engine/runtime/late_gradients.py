@@ -31,14 +31,16 @@ def came(unit: Unit, ran: Callable[[], None]) -> None:
     leaves.runs_late = True
 
 
-def count_late(unit: Unit) -> int:
-    """The number of gradients of the running graph task that arrived before, or are no longer awaited."""
-    return sum(
-        hooks.will_accumulate(handle.leaves[i])
-        for handle, _, grads in unit.kinds
-        for i in (grads.expected if unit.backward.completed else grads.arrived)
-        if handle.leaves[i].requires_grad
-    )
+def expect_again(unit: Unit) -> None:
+    """Wait for gradients of `unit`, and of units whose parameters it uses, that the running graph task computes, and
+    that arrived before, or are no longer awaited."""
+    for each in (unit, *unit.owning_units):
+        each.backward.late_gradients = sum(
+            hooks.will_accumulate(handle.leaves[i])
+            for handle, _, grads in each.kinds
+            for i in (grads.expected if each.backward.completed else grads.arrived)
+            if handle.leaves[i].requires_grad
+        )
 
 
 def has_all(unit: Unit) -> bool:

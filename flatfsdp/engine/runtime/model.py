@@ -19,7 +19,6 @@ from ..base.events import Observers
 from .backward_hooks import BackwardHooks
 from .coalesced_collectives import Coalescer
 from .forward_driver import ForwardDriver
-from .forward_gathers import ForwardGathers
 from .grad_accumulators import GradAccumulators
 from .iteration import Iteration
 from .model_facts import steppable_of
@@ -60,13 +59,12 @@ class Model:
             "iteration": iteration,
             "agreement": agreement,
             "observers": observers,
+            "accumulators": accumulators,
+            "coalescer": coalescer,
+            "replica_checks": ReplicaChecks(agreement),
         }
-        checks = ReplicaChecks(agreement)
-        self.backwards = BackwardHooks(**shared, accumulators=accumulators, coalescer=coalescer, replica_checks=checks)
-        gathers = ForwardGathers(**shared, coalescer=coalescer, replica_checks=checks)
-        self.forwards = ForwardDriver(
-            **shared, resources=resources, accumulators=accumulators, gathers=gathers, backwards=self.backwards
-        )
+        self.backwards = BackwardHooks(**shared)
+        self.forwards = ForwardDriver(**shared, resources=resources, backwards=self.backwards)
         self.backwards.attach(unit)
         self._take(unit)
         for axis in (unit.axes.own.scatter, unit.axes.own.replicate):

@@ -14,7 +14,7 @@ from .unit import Unit
 
 
 class Turns:
-    """The plain turns, and the interface of others, which gather by the `ForwardGathers` that they get."""
+    """The plain turns, and the interface of others, which gather by the `ForwardDriver` that they get."""
 
     plain = True
     conditional: Collection[Unit] = ()  # units that a rank may not reach, unknown to the others
@@ -26,12 +26,12 @@ class Turns:
     def leave(self, depth: int) -> None:
         """Only `depth` nested forwards are still running."""
 
-    def enter(self, unit: Unit, gathers: Any) -> bool:
+    def enter(self, unit: Unit, forwards: Any) -> bool:
         """`unit` is about to run: take the turns that come before it. Collective, unless there are none. True if it has
         no turn of its own, since it was gathered in a turn of several units."""
         return False
 
-    def module_ran(self, unit: Unit, gathers: Any) -> None:
+    def module_ran(self, unit: Unit, forwards: Any) -> None:
         """The module of `unit` has run: take the turns left in its forward. Collective, unless there are none."""
 
     def ran(self, unit: Unit, *, reached: bool) -> bool | None:

@@ -228,7 +228,6 @@ class UnitBackward:
         open_calls: calls whose backward has begun and has not reached their inputs, so that it may still read the
             parameters.
         completed: every gradient that is awaited has arrived.
-        finished: the backward of the first call, and so of all, has finished.
         late_gradients: how many gradients arrive again, from a segment recomputed in a graph task of its own, or later.
         task: the graph task in which gradients are awaited.
         arrived_in_inner_tasks: leaves whose gradients have arrived only in tasks inside that one, as (kind, index).
@@ -239,7 +238,6 @@ class UnitBackward:
         "arrived_in_inner_tasks",
         "completed",
         "ends_unseen",
-        "finished",
         "keep_unsharded",
         "late_gradients",
         "open_calls",
@@ -250,11 +248,18 @@ class UnitBackward:
         self.keep_unsharded = keep_unsharded
         self.open_calls: set[ForwardCall] = set()
         self.completed = False
-        self.finished = False
         self.ends_unseen: list[Any] = []
         self.late_gradients = 0
         self.task = -1
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
+
+    def open(self, call: ForwardCall) -> bool:
+        """The backward of `call` begins; False if it has begun before."""
+        if call in self.open_calls:
+            return False
+        self.open_calls.add(call)
+        self.keep_unsharded = self.keep_unsharded or call.outlasts
+        return True
 
     def runs_again(self, customs: hooks.CustomFunctions) -> bool:
         """Whether nothing shows the end of the unit's part, and this backward will reach some of `customs`: possibly

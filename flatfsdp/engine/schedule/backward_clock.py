@@ -79,7 +79,6 @@ class BackwardClock(Generic[U]):
         self.lifetimes: list[Lifetime[U]] = []
         if self._inside or self.called_again:
             self._find_spans()
-        self._passed = 0  # the number of gathers that are due before the last issued reduction
 
     def _read(self, record: ForwardRecord[U]) -> None:
         began, several = self.began, self.several
@@ -146,14 +145,9 @@ class BackwardClock(Generic[U]):
         own = self.began.get(unit, NEVER)
         return any(self.began.get(each, NEVER) > own for each in others)
 
-    def due_before(self, group: Sequence[U]) -> Sequence[U]:
-        """The units whose gathers are due before the reduction of `group`, without those that an earlier call
-        returned."""
-        began = self.began.get(group[0], NEVER) if len(group) == 1 else min(self.began.get(u, NEVER) for u in group)
-        due, gathers, before = self.due, self.gathers, self._passed
-        while self._passed < len(gathers) and due.get(gathers[self._passed], NEVER) > began:
-            self._passed += 1
-        return gathers[before : self._passed]
+    def began_first(self, group: Sequence[U]) -> float:
+        """The tick at which the first of `group` began."""
+        return min([self.began.get(unit, NEVER) for unit in group])
 
     # -- progress ----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """The schedule of one backward, which decides what to gather, complete, reduce and free: events in, actions out; pure.
 
+The driver reports events and executes the actions that they return, in order ([Note: actions]).
+
 [Note: one clock] The record of the forward gives every unit two ticks of one clock, which a backward runs down: its
 gather is due at the tick when it last ended, its reduction at the tick when it first began. Two cursors move over the
 clock, one for each communicator, and never back. Three rules couple them:
@@ -21,22 +23,88 @@ that are recomputed reentrantly produce gradients that are not known before, and
 [Note: passed over] A backward may not reach a unit that another rank's does. Its reduction is issued in its turn, with
 zeros, when a unit is reached that ended before it began ([Note: backward order]): then neither that unit, nor missing
 gradients that this backward does not compute, need to be awaited any longer.
+
+[Note: tied owners] An owner is gathered with each of its users. All of its gradients may have arrived before this
+backward reaches one of the users, or its own call: a rank's data may skip the use from which other ranks' gradients
+come. If it were freed then, that rank alone would gather it again. So it stays unsharded until its own call is over,
+and the calls of users that began later: the backward reaches these first, or passes over them.
+
+[Note: half-way] A backward that overlaps a gather and a reduction with each unit needs three unsharded units at a time:
+the one in use, the prefetched one, and the one that is reduced. Two suffice if each overlaps with half of a unit. While
+the first half of its gradients is computed, the previous unit is reduced, which then releases its inputs; during the
+second half, the next unit is gathered. The last unit in the plan has none to prefetch, and nothing overlaps with it.
+Memory peaks there, since every unit leaves a shard of gradients, so the reduction before it is waited for where it is
+issued. Units around others are unsharded together with them in any case: the unit that they prefetch is not a third
+one, and is gathered when their backwards begin. The same holds for units that are recomputed reentrantly: ranks that
+lack some of their gradients reduce them late.
+
+Ranks need not agree on the time at which half has arrived: the unit to gather is fixed when the backward begins, and is
+next in the plan ([Note: backward order]). Only a gather without a turn in the plan must find the plan at the same place
+on all ranks: units that await half of another unit's gradients are gathered before it. Ranks do not deadlock, either:
+gradients of a unit arrive before those of units that began earlier. So every rank issues the awaited reduction before
+it needs a gather that the waiting rank has not issued, and gathers that are due before a reduction precede it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Generic, Literal, TypeVar
 
+from .actions import Action
 from .backward_clock import NEVER, BackwardClock, Lifetime
-from .backward_driver import Driver, UnitFacts, UnitRules
-from .forward_record import ForwardRecord
+from .forward_record import CheckpointRegion, ForwardRecord
 from .issue_order import Cut, GatherOrder, ReduceOrder
-from .mid_backward import HalfwayTrigger
-from .tied_owners import TiedOwners
 
 U = TypeVar("U", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRules(Generic[U]):
+    """The settings of a unit that are fixed before the backward, the same on all ranks.
+
+    Attributes:
+        prefetch: when the next group is gathered: when this unit is reached, half-way through its gradients, or when it
+            is freed; None: not prefetched.
+        targets: units to gather right after it instead of the next group.
+        reads: whether its backward reads the parameters, so that they are gathered.
+        reduces: whether its gradients are reduced, instead of accumulated unsharded.
+        stays_unsharded: whether it is left unsharded after its part of the backward.
+        owners: units whose parameters it uses, which are gathered whenever it is.
+        is_tied: whether modules of several units hold some of its parameters, or see them transformed.
+    """
+
+    prefetch: Literal["before", "halfway", "after"] | None = "before"
+    targets: tuple[U, ...] = ()
+    reads: bool = True
+    reduces: bool = True
+    stays_unsharded: bool = False
+    owners: tuple[U, ...] = ()
+    is_tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts(Generic[U]):
+    """Functions that return facts about a unit, and about the running graph task.
+
+    Attributes:
+        has_gradients: whether any gradient has arrived.
+        is_used_once: whether in earlier backwards each of its gradients arrived once, and not in an inner graph task.
+        is_unsharded: whether it is gathered, or its gather is in flight.
+        is_trained: whether a parameter of it requires a gradient.
+        elements: the number of elements of the gradients that it can get.
+        awaits_gradients: whether the running graph task will compute gradients that it lacks.
+        will_recompute: whether the running graph task will reach this reentrant checkpoint.
+    """
+
+    has_gradients: Callable[[U], bool]
+    is_used_once: Callable[[U], bool]
+    is_unsharded: Callable[[U], bool]
+    is_trained: Callable[[U], bool]
+    elements: Callable[[U], int]
+    awaits_gradients: Callable[[U], bool]
+    will_recompute: Callable[[object], bool]
 
 
 class BackwardSchedule(Generic[U]):
@@ -47,6 +115,10 @@ class BackwardSchedule(Generic[U]):
         recomputes_trained: whether reentrant checkpoints produce gradients, on this rank or on others.
         windows: units that await gradients, and accumulate them unsharded.
         tied_owners: the owners of tied parameters that this backward may reach again.
+        double: `create_graph`: the parameters are needed again.
+        brings: whether it brings gradients of parameters, or reduces those of earlier backwards; the same on all ranks.
+        expecting: units whose gradients are awaited; completed: those of which every one has arrived that is awaited.
+        finished: units whose first call this backward has finished, and therefore all calls.
     """
 
     def __init__(
@@ -54,47 +126,61 @@ class BackwardSchedule(Generic[U]):
         record: ForwardRecord[U],
         rules: Mapping[U, UnitRules[U]],
         facts: UnitFacts[U],
-        driver: Driver[U],
         *,
         coalesce: Cut[U],
         together: Mapping[U, Sequence[U]],
     ) -> None:
         """`coalesce` splits the gathers into groups. `together`: units that are gathered when one of them is needed."""
-        clock = self.clock = BackwardClock(record, driver.will_recompute)
-        self._rules, self._facts, self._driver = rules, facts, driver
+        clock = self.clock = BackwardClock(record, facts.will_recompute)
+        self._rules, self._facts = rules, facts
         targets = {unit: rules[unit].targets for unit in record.anchored if rules[unit].targets}
-        self.gathers: GatherOrder[U] = GatherOrder(clock.gathers[::-1], targets, coalesce=coalesce, together=together)
+        self.gathers: GatherOrder[U] = GatherOrder(
+            clock.gathers[::-1], targets, coalesce=coalesce, together=together, due=clock.due
+        )
         self.reductions: ReduceOrder[U] = ReduceOrder(record)
         self.windows: dict[U, None] = {}
-        self.tied_owners: TiedOwners[U] = TiedOwners(clock, rules, facts)
+        self.double = self.brings = False
+        self.expecting: set[U] = set()
+        self.completed: set[U] = set()
+        self.finished: set[U] = set()
+        self.tied_owners: TiedOwners[U] = TiedOwners(
+            clock, rules, facts, completed=self.completed, finished=self.finished
+        )
         self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
         trained = tuple(filter(facts.is_trained, clock.recomputed))
         self.recomputes_trained = bool(trained)
         self._awaited = clock.planned.union(trained) if trained else clock.planned
+        self._reduced_last: UnitRules[U] | None = None  # of the unit
+        self._actions: list[Action[U]] = []  # of the event that is handled
 
     # -- properties of units -----------------------------------------------------------------------------------------
 
-    def keeps_unsharded(self, unit: U) -> bool:
+    def _keeps_unsharded(self, unit: U) -> bool:
         """Whether `unit` stays unsharded after its part of the backward."""
-        return self._driver.double or self._rules[unit].stays_unsharded
+        return self.double or self._rules[unit].stays_unsharded
 
-    def reaches_again(self, unit: U) -> bool:
+    def _reaches_again(self, unit: U) -> bool:
         """Whether this backward may reach `unit` again: it then stays unsharded, as others would not gather it."""
         clock = self.clock
         lifetime = clock.lifetime_of(unit) if clock.lifetimes else None
-        if lifetime is not None and (
-            lifetime.until_over or (unit in clock.recomputed and not self._facts.completed(unit))
-        ):
+        if lifetime is not None and (lifetime.until_over or (unit in clock.recomputed and unit not in self.completed)):
             return True
-        return (unit in clock.several and not self._facts.is_over(unit)) or (
+        return (unit in clock.several and unit not in self.finished) or (
             bool(clock.tied_owners) and self.tied_owners.may_be_used(unit)
         )
 
+    def _is_unsharded(self, unit: U) -> bool:
+        """Whether `unit` is unsharded when the actions so far have been executed."""
+        for verb, units in reversed(self._actions):
+            if unit in units and verb in ("gather", "ahead", "free", "close"):
+                return verb in ("gather", "ahead")
+        return self._facts.is_unsharded(unit)
+
     def _is_awaited(self, unit: U) -> bool:
         """Whether ranks still await gradients of `unit`, as far as this one knows."""
-        return not self._facts.completed(unit) and unit in self._awaited
+        return unit not in self.completed and unit in self._awaited
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- expectations ------------------------------------------------------------------------------------------------
 
     def expect(self, unit: U) -> None:
         """Expect gradients of `unit`, from this backward or from earlier ones."""
@@ -109,99 +195,119 @@ class BackwardSchedule(Generic[U]):
             if unit in self.clock.recomputed and unit in self._awaited:
                 self.expect(unit)
 
-    def reached(self, unit: U) -> None:
-        """Gather `unit`, after all units before it, because the backward reaches it."""
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def reached(self, unit: U, *, inner: bool) -> list[Action[U]]:
+        """The backward reaches `unit`: gather it, after all units before it. `inner`: in a graph task inside of that
+        of this backward."""
         if self.clock.tied_owners:
             self.tied_owners.reached(unit)
         # A graph made by a reentrant checkpoint is reached at the checkpoint's place, not at that of another graph that
         # the unit may have; ranks need not reach it.
-        inner = self.clock.recomputes and self._driver.in_inner_task()
-        needed = (*self._rules[unit].owners, unit)
+        inner = inner and self.clock.recomputes
+        owners = self._rules[unit].owners
+        needed = (*owners, unit) if owners else (unit,)
         if not inner:
             # At this tick all of these gathers, which are waited for, are due; a tied owner has ended with its last
             # user. Done before others are gathered, since each takes memory.
-            self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))))
+            self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))), inner=inner)
         for each in needed:
-            if not (self._facts.is_unsharded(each) and (inner or self.gathers.is_past(each))):
+            is_unsharded = self._is_unsharded if self._actions else self._facts.is_unsharded
+            if not (is_unsharded(each) and (inner or self.gathers.is_past(each))):
                 self.gather_in_turn(each)
         if unit in self.clock.planned and not (inner or self.gathers.is_over):
             self._prefetch_after(unit)
+        actions, self._actions = self._actions, []
+        return actions
 
     def gather_in_turn(self, unit: U) -> None:
         """Gather `unit`, and all units whose turn comes before."""
-        if not (self.gathers.has_turn(unit) or self._facts.is_unsharded(unit)):
+        if not (self.gathers.has_turn(unit) or self._is_unsharded(unit)):
             self._gather_at_halfway(self._halfway.end_all())
         self._gather(self.gathers.until(unit))
 
-    def progressed(self, unit: U, elements: int) -> None:
-        """Count `elements` of gradients of `unit` that have arrived; gather the next unit when they are half of all."""
+    def progressed(self, unit: U, elements: int) -> list[Action[U]]:
+        """So many `elements` of gradients of `unit` have arrived: gather the next unit when they are half of all."""
         if following := self._halfway.gradient_elements_arrived(unit, elements):
             self._gather_at_halfway(following)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def left(self, unit: U) -> list[Action[U]]:
+        """As far as the gradients of `unit` show, its part is over: free it, and prefetch if that is its setting."""
+        self._leave(unit)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def completes(self, unit: U, *, in_use: bool) -> list[Action[U]]:
+        """All gradients of `unit` that this backward computes have arrived: free it, unless it is `in_use`, and reduce
+        it in its turn."""
+        self.completed.add(unit)
+        if not in_use:
+            self._leave(unit)  # before the reduction allocates memory
+        self.ready(unit)
+        actions, self._actions = self._actions, []
+        return actions
 
     def ready(self, unit: U) -> None:
-        """Called when all gradients of `unit` that this backward computes have arrived: reduce it in its turn."""
+        """Reduce `unit` in its turn."""
         if self._rules[unit].prefetch == "halfway" and (following := self._halfway.end(unit)):
             self._gather_at_halfway(following)
         if not self._rules[unit].reduces:
             return
-        clock, facts = self.clock, self._facts
-        waits = unit in clock.called_again and (clock.recomputes or not facts.is_over(unit))
+        clock = self.clock
+        waits = unit in clock.called_again and (clock.recomputes or unit not in self.finished)
         # Its first call may not be over, or, if it was in another pass, this backward may not reach it.
         if waits and (clock.recomputes or unit not in clock.in_passes):
             return
-        if waits and not facts.is_used_once(unit):
+        if waits and not self._facts.is_used_once(unit):
             return
         self.reductions.ready(unit)
         self._reduce(self.reductions.due())
 
-    def released(self, unit: U) -> None:
-        """Called when `unit` was resharded after its part: prefetch the next group if that is its setting."""
-        rules = self._rules[unit]
-        if rules.prefetch == "after" and not rules.targets and unit in self.clock.planned:
-            self._gather(self.gathers.ahead(unit), ahead=True)
-
-    def recomputed(self, unit: U) -> None:
-        """Gather `unit`, after all units before it, because its forward runs in this backward."""
+    def recomputed(self, unit: U, *, inner: bool, region: CheckpointRegion | None) -> list[Action[U]]:
+        """The forward of `unit` runs in this backward: gather it, after all units before it. `region`: that of the
+        reentrant checkpoint that runs."""
         clock, needed = self.clock, (*self._rules[unit].owners, unit)
-        if self._driver.in_inner_task():
-            for each in needed:
-                if not self._facts.is_unsharded(each):
-                    self.gather_in_turn(each)
-            return
-        running = clock.running(self._driver.is_running)
-        due = [clock.due.get(each, NEVER) for each in needed]
-        if running is not None:
-            due.append(running.ended)
-        self._pass(min(due))
+        if not inner:
+            due = [clock.due.get(each, NEVER) for each in needed]
+            if region is not None:
+                due.append(region.ended)
+            self._pass(min(due), inner=False)
         for each in needed:
-            self.gather_in_turn(each)
-        if unit in clock.recomputed and unit not in clock.planned:
+            if not (self._is_unsharded(each) and (inner or self.gathers.is_past(each))):
+                self.gather_in_turn(each)
+        if not inner and unit in clock.recomputed and unit not in clock.planned:
             self._prefetch_after(unit)
+        actions, self._actions = self._actions, []
+        return actions
 
-    def ended(self) -> None:
-        """At the end of the graph task, complete all units that other ranks' backwards may have reached, and reduce
-        them. [Note: passed over]"""
-        driver, facts = self._driver, self._facts
-        if not driver.brings:
-            return
-        self._pass(-1, awaits=False)
-        for unit in self.clock.sequence:
-            if not facts.completed(unit):
-                self._complete(unit)
-        rest = self.reductions.due(rest=True)
-        for unit in (*chain.from_iterable(rest), *self.windows):
-            if not facts.expects_gradients(unit):
-                driver.participate(unit)
-        self.reductions.due(rest=True)  # these
-        self._reduce(rest)
+    def ended(self) -> list[Action[U]]:
+        """The graph task has ended: complete all units that other ranks' backwards may have reached, and reduce them.
+        [Note: passed over]"""
+        if self.brings:
+            self._pass(-1, inner=False, awaits=False)
+            for unit in self.clock.sequence:
+                if unit not in self.completed:
+                    self._complete(unit)
+            rest = self.reductions.due(rest=True)
+            for unit in (*(unit for group in rest for unit in group), *self.windows):
+                if unit not in self.expecting:
+                    self._participate(unit)
+            self._reduce(rest)
+        actions, self._actions = self._actions, []
+        return actions
 
     # -- gathers -----------------------------------------------------------------------------------------------------
 
     def _gather(self, groups: Iterable[Sequence[U]], *, ahead: bool = False) -> None:
         for group in groups:
-            reading = [unit for unit in group if self._rules[unit].reads]
+            reading: Sequence[U] = group
+            for unit in group:
+                if not self._rules[unit].reads:
+                    reading = [each for each in group if self._rules[each].reads]
             if reading:
-                self._driver.gather(reading, ahead=ahead)
+                self._actions.append(("ahead" if ahead else "gather", reading))
 
     def _prefetch_after(self, unit: U) -> None:
         rules = self._rules[unit]
@@ -214,52 +320,74 @@ class BackwardSchedule(Generic[U]):
 
     def _begin_halfway(self, unit: U) -> None:
         """Await half of the gradients of `unit`, unless none will arrive or it encloses the next. [Note: half-way]"""
-        following = tuple(self.gathers.following(unit))
+        following = self.gathers.following(unit)
         if self.clock.is_around(unit, following):
             self._gather(self.gathers.ahead(unit), ahead=True)
             return
-        self._halfway.begin(unit, self._facts.elements(unit) if self._driver.brings else 0, following)
-        self.progressed(unit, 0)
+        self._halfway.begin(unit, self._facts.elements(unit) if self.brings else 0, following)
+        if at_once := self._halfway.gradient_elements_arrived(unit, 0):
+            self._gather_at_halfway(at_once)
 
     def _gather_at_halfway(self, following: Sequence[U]) -> None:
         due = self.gathers.through(following, ahead=True)
-        if any(self._rules[unit].reads and not self._facts.is_unsharded(unit) for group in due for unit in group):
-            self._driver.release_inputs()
+        if any(self._rules[unit].reads and not self._is_unsharded(unit) for group in due for unit in group):
+            self._actions.append(("release inputs", ()))
         self._gather(due, ahead=True)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
     def _reduce(self, groups: Iterable[Sequence[U]]) -> None:
-        driver = self._driver
         for group in groups:
-            if not self.gathers.is_over and (due := self.clock.due_before(group)):
-                self._gather(self.gathers.through(due), ahead=True)
-            driver.reduce(group)
-        driver.end_turn()
+            if not self.gathers.is_over:
+                began = self.clock.began.get(group[0], NEVER) if len(group) == 1 else self.clock.began_first(group)
+                self._gather(self.gathers.due_before(began), ahead=True)
+            self._actions.append(("reduce", group))
+            self._reduced_last = self._rules[group[-1]]
+        reduced, to_come = self._reduced_last, self.reductions.expected
+        if reduced is not None and reduced.prefetch == "halfway" and not reduced.targets and self.gathers.is_over:
+            self._actions.append(("last turn", tuple(self.reductions.outstanding())))
+        else:
+            self._actions.append(("end turn", (*to_come,) if len(to_come) == 1 else ()))
 
     def _reduce_in_turn(self, unit: U) -> None:
         """Reduce `unit`, which awaits no gradients, if it has any to reduce, and all units whose turn it is."""
-        if self.reductions.expects(unit) and self._facts.participates(unit):
+        if unit in self.reductions.expected:
             self.reductions.ready(unit)
             self._reduce(self.reductions.due())
 
     # -- completion --------------------------------------------------------------------------------------------------
 
+    def _leave(self, unit: U) -> None:
+        clock, rules = self.clock, self._rules[unit]
+        if self.double or rules.stays_unsharded:
+            return
+        if (clock.lifetimes or clock.called_again) and self._reaches_again(unit):
+            return
+        self._actions.append(("close", (unit,)))
+        if rules.prefetch == "after" and not rules.targets and unit in self.clock.planned:
+            self._gather(self.gathers.ahead(unit), ahead=True)
+
+    def _participate(self, unit: U) -> None:
+        """Provide zeros for gradients of `unit`, which this backward does not reach."""
+        self.expecting.add(unit)
+        self._actions.append(("participate", (unit,)))
+
     def _complete(self, unit: U) -> None:
-        if not self._facts.expects_gradients(unit):
+        if unit not in self.expecting:
             # Not again if it was gathered with others and freed since: on ranks that reach it, it is still unsharded.
             self._gather(self.gathers.through((unit,)))
-            self._driver.participate(unit)
-        self._driver.complete(unit)
+            self._participate(unit)
+        self.completed.add(unit)
+        self._actions.append(("complete", (unit,)))
         if unit not in self.clock.called_again:
             self._reduce_in_turn(unit)
-        if not (self.keeps_unsharded(unit) or self.clock.lifetime_of(unit) is not None):
-            self._driver.reshard(unit)
+        if not (self._keeps_unsharded(unit) or self.clock.lifetime_of(unit) is not None):
+            self._actions.append(("free", (unit,)))
 
-    def _pass(self, tick: float, *, awaits: bool = True) -> None:
+    def _pass(self, tick: float, *, inner: bool, awaits: bool = True) -> None:
         """Complete units, and end lifetimes, that began after `tick`. `awaits`: do not complete units for which the
         graph task still computes gradients."""
-        clock, completed, brings = self.clock, self._facts.completed, self._driver.brings
+        clock, completed, brings = self.clock, self.completed, self.brings
         begun, began, lifetimes = clock.begun, clock.began, clock.lifetimes
         while True:
             last = began[begun[-1]] if begun and brings else -1
@@ -269,15 +397,11 @@ class BackwardSchedule(Generic[U]):
             if last <= tick:
                 return
             over = begun[-1]
-            if completed(over) and over not in clock.called_again:
+            if over in completed and over not in clock.called_again:
                 begun.pop()  # the usual case, handled without a call
                 continue
             # The latter only on an accelerator, for which autograd has a separate thread.
-            if (
-                awaits
-                and self._is_awaited(over)
-                and (self._driver.in_inner_task() or self._facts.awaits_gradients(over))
-            ):
+            if awaits and self._is_awaited(over) and (inner or self._facts.awaits_gradients(over)):
                 return
             self._complete_last()
 
@@ -289,14 +413,92 @@ class BackwardSchedule(Generic[U]):
         if over in self.clock.called_again:
             if lifetimes and lifetimes[-1].unit == over and lifetimes[-1].over == self.clock.began[over]:
                 self._end_lifetime(lifetimes[-1], reads=True)  # before the reduction, which takes memory
-            if self._facts.completed(over):
+            if over in self.completed:
                 self._reduce_in_turn(over)
 
     def _end_lifetime(self, lifetime: Lifetime[U], *, reads: bool) -> None:
         """Free the parameters, which are not read any more, after they were gathered as on ranks that read them."""
+        unit = lifetime.unit
         self.clock.end_lifetime(lifetime)
         if reads:
-            self._gather(self.gathers.through((lifetime.unit,)))
+            self._gather(self.gathers.through((unit,)))
         # A unit that is left unsharded and has its turn to come is freed later: no rank may gather it again.
-        if not (self.keeps_unsharded(lifetime.unit) or (not reads and self.gathers.has_turn(lifetime.unit))):
-            self._driver.reshard(lifetime.unit)
+        if not (self._keeps_unsharded(unit) or (not reads and self.gathers.has_turn(unit))):
+            self._actions.append(("free", (unit,)))
+
+
+class TiedOwners(Generic[U]):
+    """The owners that this backward may reach again."""
+
+    def __init__(
+        self,
+        clock: BackwardClock[U],
+        rules: Mapping[U, UnitRules[U]],
+        facts: UnitFacts[U],
+        *,
+        completed: Set[U],
+        finished: Set[U],
+    ) -> None:
+        self._clock, self._rules, self._facts = clock, rules, facts
+        self._completed, self._finished = completed, finished
+        self._reached: dict[U, bool] = {}  # the owners reached: whether gradients had arrived before that
+
+    def reached(self, unit: U) -> None:
+        """Called when the backward reaches a call of `unit`."""
+        if unit in self._clock.tied_owners:
+            self._reached.setdefault(unit, self._facts.has_gradients(unit))
+
+    def awaits_own_call(self, unit: U) -> bool:
+        """Whether other units use parameters of `unit`, whose own call this backward has not reached."""
+        return unit in self._clock.tied_owners and unit not in self._reached
+
+    def may_be_used(self, owner: U) -> bool:
+        """Whether this backward may still reach `owner`, or units that use its parameters and began later."""
+        if owner not in self._clock.tied_owners:
+            return False
+        began, rules = self._clock.began, self._rules
+        users = (unit for unit in self._clock.begun if began[unit] > began[owner] and owner in rules[unit].owners)
+        return not (self._is_over(owner) and all(map(self._is_over, users)))
+
+    def _is_over(self, unit: U) -> bool:
+        """Whether it is known that this backward reaches no more calls of `unit`."""
+        if unit in self._finished:
+            return True
+        if unit in self._clock.tied_owners and self._reached.get(unit, True):
+            return False  # its own use may still be recomputed, and compute a gradient late
+        return unit in self._completed and unit not in self._clock.several
+
+
+class HalfwayTrigger(Generic[U]):
+    """The units whose backward has begun and is not half-way: measured by elements of gradients, instead of time."""
+
+    def __init__(self) -> None:
+        self._missing: dict[U, int] = {}  # elements of gradients until half of them have come
+        self._following: dict[U, Sequence[U]] = {}
+
+    def begin(self, unit: U, elements: int, following: Sequence[U]) -> None:
+        """Begin the backward of `unit`, whose gradients have so many `elements` in total.
+
+        `following`: the units to gather half-way.
+        """
+        self._missing[unit] = (elements + 1) // 2
+        self._following[unit] = following
+
+    def gradient_elements_arrived(self, unit: U, elements: int) -> Sequence[U]:
+        """Count more `elements` that have arrived; returns the units to gather when half of all have, once."""
+        missing = self._missing.get(unit)
+        if missing is None:
+            return ()
+        self._missing[unit] = missing - elements
+        return self.end(unit) if missing <= elements else ()
+
+    def end(self, unit: U) -> Sequence[U]:
+        """End the backward of `unit`; returns the units to gather, unless they were returned before."""
+        self._missing.pop(unit, None)
+        return self._following.pop(unit, ())
+
+    def end_all(self) -> list[U]:
+        """`end` of all units, in the order in which they began."""
+        following = [each for units in self._following.values() for each in units]
+        self._missing, self._following = {}, {}
+        return following

@@ -8,7 +8,7 @@ ranks, and so are the groups.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -34,10 +34,14 @@ class GatherOrder(Generic[U]):
         *,
         coalesce: Cut[U] | None = None,
         together: Mapping[U, Sequence[U]] = MappingProxyType({}),
+        due: Mapping[U, float] = MappingProxyType({}),
     ) -> None:
         """`targets`: units to gather right after a unit, instead of in the plan's order, if they are anchored.
-        `coalesce` splits the sequence into groups. `together`: units that are gathered when one of them is needed."""
+        `coalesce` splits the sequence into groups. `together`: units that are gathered when one of them is needed.
+        `due`: the ticks at which gathers are due, the last of `anchored` first."""
         backwards = dict.fromkeys(reversed(anchored))
+        self._due, self._sequence = due, (*backwards,)
+        self._passed = 0  # the number of gathers in this sequence that were due so far
         sequence: dict[U, None] = {}
         for unit in backwards:
             sequence.setdefault(unit)
@@ -79,45 +83,58 @@ class GatherOrder(Generic[U]):
 
     def ahead(self, unit: U) -> Sequence[tuple[U, ...]]:
         """The next group of the plan; none at the end, or if one after the group of `unit` was returned already."""
-        due = self._upcoming(self._position.get(unit, -1))
+        if self._position.get(unit, -1) < self._next - 1:
+            return ()
+        due = self._groups[self._next : self._next + 1]
         self._next += len(due)
         self.is_over = self._next == len(self._groups)
         return due
 
-    def following(self, unit: U) -> Iterator[U]:
+    def following(self, unit: U) -> Sequence[U]:
         """The units that `ahead` would return."""
-        return itertools.chain.from_iterable(self._upcoming(self._position.get(unit, self._next)))
+        if self._position.get(unit, self._next) < self._next - 1 or self.is_over:
+            return ()
+        return self._groups[self._next]
 
-    def _upcoming(self, last: int) -> Sequence[tuple[U, ...]]:
-        return () if last < self._next - 1 else self._groups[self._next : self._next + 1]
+    def due_before(self, tick: float) -> Sequence[tuple[U, ...]]:
+        """The groups to gather, in order, so that all units are gathered that are due before this tick."""
+        count, due, sequence = 0, self._due, self._sequence
+        while self._passed < len(sequence) and due.get(sequence[self._passed], math.inf) > tick:
+            unit = sequence[self._passed]
+            for each in self._coalesced.get(unit, (unit,)) if self._coalesced else (unit,):
+                count = max(count, self._position.get(each, -1) + 1)
+            self._passed += 1
+        groups = self._groups[self._next : count]
+        self._next += len(groups)
+        self.is_over = self._next == len(self._groups)
+        return groups
 
 
 class ReduceOrder(Generic[U]):
     """The reductions of one backward: a unit is due when it is ready and no unit that began later is outstanding.
 
     Coalesced units are due together, when all of them are ready.
+
+    Attributes:
+        expected: units that were not returned by `due`, with the ticks at which they began.
     """
 
     def __init__(self, record: ForwardRecord[U]) -> None:
         self._record = record
         self._coalesced: dict[U, tuple[U, ...]] = {}
-        self._outstanding: dict[U, int] = {}
+        self.expected: dict[U, int] = {}
         self._in_order: list[U] | None = []  # the outstanding units, the next one last; None when it must be sorted
         self._ready: set[U] = set()
 
     def expect(self, unit: U) -> None:
         """Expect a reduction of `unit` (another one if it had one)."""
-        if unit not in self._outstanding:
-            self._outstanding[unit] = self._record.position(unit)
+        if unit not in self.expected:
+            self.expected[unit] = self._record.position(unit)
             self._in_order = None
-
-    def expects(self, unit: U) -> bool:
-        """Whether a reduction of `unit` is outstanding."""
-        return unit in self._outstanding
 
     def ready(self, unit: U) -> None:
         """Record that all expected gradients of `unit` have arrived."""
-        if unit not in self._outstanding:
+        if unit not in self.expected:
             self.expect(unit)
         self._ready.add(unit)
 
@@ -135,22 +152,17 @@ class ReduceOrder(Generic[U]):
         """The last group of the units that are expected so far."""
         return self._group(in_order[0]) if (in_order := self._sorted()) else ()
 
-    @property
-    def last(self) -> U | None:
-        """The only outstanding unit; None if there are several, or none."""
-        return next(iter(self._outstanding)) if len(self._outstanding) == 1 else None
-
     def due(self, *, rest: bool = False) -> list[tuple[U, ...]]:
         """The groups whose turn has come, in order; each is returned once. `rest`: all outstanding ones, ready or not:
         the flush at the end of a backward."""
-        out = []
-        while in_order := self._sorted():
-            group = self._group(in_order[-1])
+        out: list[tuple[U, ...]] = []
+        while in_order := self._in_order if self._in_order is not None else self._sorted():
+            group = self._coalesced.get(in_order[-1]) or (in_order[-1],)
             if not (rest or self._ready.issuperset(group)):
                 break
             out.append(group)
             for unit in group:
-                del self._outstanding[unit]
+                del self.expected[unit]
                 self._coalesced.pop(unit, None)
             self._ready.difference_update(group)
             if len(group) == 1:
@@ -164,7 +176,7 @@ class ReduceOrder(Generic[U]):
 
     def _sorted(self) -> list[U]:
         if self._in_order is None:
-            self._in_order = sorted(self._outstanding, key=self._outstanding.__getitem__)
+            self._in_order = sorted(self.expected, key=self.expected.__getitem__)
         return self._in_order
 
 

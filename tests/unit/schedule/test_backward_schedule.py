@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.engine.schedule.backward_driver import UnitRules
-from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
+from flatfsdp.engine.schedule.actions import Action
+from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitRules
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder
 from tests.harness.simulation import (
@@ -135,7 +135,7 @@ class ReducesWhatIsReady(Schedule):
     """Reductions go as soon as their gradients are there, whatever began later."""
 
     def ready(self, unit: str) -> None:
-        if self.reductions.expects(unit):
+        if unit in self.reductions.expected:
             self.reductions.ready(unit)
             self._reduce([group for group in self.reductions.due(rest=True) if unit in group] or [(unit,)])
 
@@ -150,7 +150,7 @@ class GathersWhatIsReached(Schedule):
 class PassesOverNothing(Schedule):
     """What this rank's backward does not reach is reduced at the end (rule 1)."""
 
-    def _pass(self, tick: float, *, awaits: bool = True) -> None:
+    def _pass(self, tick: float, *, inner: bool, awaits: bool = True) -> None:
         while not awaits and self.clock.begun:
             self._complete_last()
 
@@ -160,23 +160,24 @@ class ReducesBeforeGathers(Schedule):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.clock.due_before = lambda group: ()  # type: ignore[method-assign]
+        self.gathers.due_before = lambda tick: ()  # type: ignore[method-assign]
 
 
 class FreesAtOnce(Schedule):
     """A unit that is called again, or recomputed, is freed when its gradients have come."""
 
-    def reaches_again(self, unit: str) -> bool:
+    def _reaches_again(self, unit: str) -> bool:
         return False
 
 
 class RecomputesWithoutReductions(Schedule):
     """What began later is not reduced before a checkpoint runs again (rule 1)."""
 
-    def recomputed(self, unit: str) -> None:
+    def recomputed(self, unit: str, **how: Any) -> list[Action[str]]:
         self._pass = lambda tick, **options: None  # type: ignore[method-assign]
-        super().recomputed(unit)
+        actions = super().recomputed(unit, **how)
         del self._pass
+        return actions
 
 
 class GathersRecomputedUnitsAsTheyRun(Schedule):
@@ -204,8 +205,8 @@ class AwaitsGradientsOfThePlan(Schedule):
 class EndsWithoutTheRest(Schedule):
     """What no gradient came to takes no part."""
 
-    def ended(self) -> None:
-        return
+    def ended(self) -> list[Action[str]]:
+        return []
 
 
 class ReducesBeforeTheFirstCall(Schedule):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.forward_record import ForwardRecord
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
 from tests.harness.simulation import Listed, SimulatedForwards, SimulatedRank, problem_of
@@ -35,13 +36,13 @@ class Units:
 
 
 class Played(ForwardSchedule[str]):
-    """Writes its actions down: `+ab` a gather, `>ab` one ahead, `-a` freed, `~a` freed with a post-forward shard, `=a`
+    """Its actions in letters: `+ab` a gather, `>ab` one ahead, `-a` freed, `~a` freed with a post-forward shard, `=a`
     left unsharded."""
 
     def __init__(self, units: Units) -> None:
         def coalesced(unit: str, following: Iterable[str]) -> Sequence[str]:
             small = takewhile(lambda each: each.isupper() and each not in units.unsharded, following)
-            return (unit, *small) if unit.isupper() else (unit,)
+            return (unit, *small) if unit.isupper() and unit not in units.unsharded else (unit,)
 
         super().__init__(
             ForwardFacts(
@@ -50,7 +51,7 @@ class Played(ForwardSchedule[str]):
                 has_users=lambda unit: any(unit in owners for owners in units.owners.values()),
                 runs=units.running.__contains__,
                 is_requested=units.summoned.__contains__,
-                is_unsharded=units.unsharded.__contains__,
+                joins=str.isupper,
                 gathers_next=units.next.__contains__,
                 listed=lambda unit: Listed(units.listed.get(unit, "")),
                 coalesced=coalesced,
@@ -62,17 +63,15 @@ class Played(ForwardSchedule[str]):
         )
         self.units, self.record, self.actions = units, ForwardRecord[str](), ""
 
-    def gather(self, units: Sequence[str], *, ahead: bool) -> None:
-        if new := [unit for unit in units if unit not in self.units.unsharded]:
-            self.actions += (" >" if ahead else " +") + "".join(new)
-            self.units.unsharded.update(new)
-
-    def free(self, unit: str, *, retains: bool) -> None:
-        self.actions += (" ~" if retains else " -") + unit
-        self.units.unsharded.discard(unit)
-
-    def leave_unsharded(self, unit: str) -> None:
-        self.actions += f" ={unit}"
+    def do(self, actions: Iterable[Action[str]]) -> None:
+        for verb, units in actions:
+            if verb in ("gather", "ahead"):
+                if new := [unit for unit in units if unit not in self.units.unsharded]:
+                    self.actions += {"gather": " +", "ahead": " >"}[verb] + "".join(new)
+                    self.units.unsharded.update(new)
+            else:
+                self.actions += {"free": " -", "retain": " ~", "leave": " ="}[verb] + "".join(units)
+                self.units.unsharded.difference_update(units if verb != "leave" else ())
 
     def forward(self, program: str) -> str:
         """`a(b)`: `b` runs inside of `a`, which runs."""
@@ -82,15 +81,14 @@ class Played(ForwardSchedule[str]):
         for letter in program:
             if letter == ")":
                 unit = self.units.running.pop()
-                self.finished(self.record, unit, training=True, reached=True)
+                self.do(self.finished(self.record, unit, training=True, reached=True))
             elif letter != "(":
-                self.order.enter(letter)
                 self.record.enter(letter)
                 self.units.running.append(letter)
-                self.enters(letter)
+                self.do(self.enters(letter))
         self.record.end()
         self.order.end()
-        self.ended_lacking(self.record, "")
+        self.do(self.ended(self.record, ""))
         return self.actions.strip()
 
 
@@ -126,10 +124,9 @@ def test_a_unit_of_several_entries_is_kept_until_all_have_run() -> None:
     played = Played(Units(entries={"a": 2}))
     played.order.begin()
     for entry, last in ((1, "="), (2, "-")):
-        played.order.enter("a")
-        played.enters("a")
+        played.do(played.enters("a"))
         played.entry_ran("a", entry)
-        played.finished(played.record, "a", training=True, reached=True)
+        played.do(played.finished(played.record, "a", training=True, reached=True))
         assert played.actions.endswith(f"{last}a")
     assert played.actions == " +a =a -a"
 
@@ -137,11 +134,11 @@ def test_a_unit_of_several_entries_is_kept_until_all_have_run() -> None:
 def test_what_lacks_entries_is_freed_at_the_end_but_for_the_outermost_that_ran() -> None:
     for outermost, freed in (("b", " -a"), ("a", "")):
         played = Played(Units(entries={"a": 2}))
-        played.enters("a")
+        played.do(played.enters("a"))
         played.entry_ran("a", 1)
-        played.finished(played.record, "a", training=True, reached=True)
+        played.do(played.finished(played.record, "a", training=True, reached=True))
         played.actions = ""
-        played.ended_lacking(played.record, outermost)
+        played.do(played.ended(played.record, outermost))
         assert played.actions == freed and not played.lacking
 
 
@@ -158,19 +155,21 @@ class FreesWhatIsInUse(SimulatedForwards):
 class GathersNoOwners(SimulatedForwards):
     """What a unit uses of others is not gathered with it."""
 
-    def enters(self, unit: str, *, in_order: bool = True) -> None:
+    def enters(self, unit: str, *, in_order: bool = True) -> list[Action[str]]:
         owners, self._facts = self._facts.owners, _with(self._facts, owners=lambda each: ())
-        super().enters(unit, in_order=in_order)
+        actions = super().enters(unit, in_order=in_order)
         self._facts = _with(self._facts, owners=owners)
+        return actions
 
 
 class LeavesOwners(SimulatedForwards):
     """Owners of tied parameters are not freed after the part of those that use them."""
 
-    def finished(self, record: ForwardRecord[str], unit: str, **how: Any) -> None:
+    def finished(self, record: ForwardRecord[str], unit: str, **how: Any) -> list[Action[str]]:
         owners, self._facts = self._facts.owners, _with(self._facts, owners=lambda each: ())
-        super().finished(record, unit, **how)
+        actions = super().finished(record, unit, **how)
         self._facts = _with(self._facts, owners=owners)
+        return actions
 
 
 class GathersAheadByItself(SimulatedForwards):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from flatfsdp.engine.schedule.backward_schedule import HalfwayTrigger
 from flatfsdp.engine.schedule.issue_order import GatherOrder
-from flatfsdp.engine.schedule.mid_backward import HalfwayTrigger
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.engine.schedule.backward_driver import UnitRules
+from flatfsdp.engine.schedule.backward_schedule import UnitRules
 from tests.harness.simulated_agreement import SimulatedAgreement
 from tests.harness.simulated_waits import BITMAPS
 from tests.harness.simulation import (
@@ -164,7 +164,7 @@ class ForeseesGradients(SimulatedRank):
 
     def compare_plan(self) -> None:
         super().compare_plan()
-        self.brings = self.brought_by_itself
+        self.schedule.brings = self.brought_by_itself
 
 
 class ComparesNoParameters(SimulatedAgreement):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from flatfsdp.engine.schedule.backward_clock import BackwardClock
-from flatfsdp.engine.schedule.forward_record import ForwardOrder, ForwardRecord
+from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.forward_schedule import ForwardOrder
 from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder, coalesce
 
 
@@ -61,7 +62,10 @@ def test_only_the_first_unit_of_a_forward_is_the_first() -> None:
     order: ForwardOrder[str] = ForwardOrder()
     for _ in range(2):
         order.begin()
-        assert [order.enter(unit) for unit in "aab"] == [True, False, False]
+        assert order.now is None
+        order.enter("a")
+        order.enter("a")
+        assert order.now == ("a", 2)
 
 
 SIZES = {"a": 3, "b": 3, "c": 4, "d": 9, "e": 2, "f": 9, "g": 11, "h": 1}
@@ -197,7 +201,7 @@ def test_joined_reductions_wait_for_all_of_them() -> None:
     plan.ready("e")  # a gradient that came late: on its own
     assert plan.due() == [("e",)]
     plan.ready("a")
-    assert plan.due() == [] and plan.last is None
+    assert plan.due() == [] and [*plan.expected] == ["b", "c", "a"]
     assert plan.due(rest=True) == [("c", "b"), ("a",)] and plan.due(rest=True) == []
 
 

@@ -1,0 +1,44 @@
+"""The actions that schedules return and drivers execute; pure.
+
+[Note: actions] An action is a verb, and the units that it applies to, together. A driver executes all actions of an
+event, in order, before it reports another event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeVar
+
+U = TypeVar("U")
+
+# In forwards and backwards:
+#   gather, ahead       issue the all-gather of those units that are sharded, when one is needed, or ahead of that
+#   free                free the unsharded parameters
+# In forwards:
+#   retain              free, except for the part that is kept for the backward
+#   leave               leave them unsharded between forward and backward
+# In backwards:
+#   close               free those of a unit that no call reads any more
+#   participate         provide gradients: zeros where this backward computes none
+#   complete            stop awaiting gradients
+#   reduce              issue the reduction
+#   end turn            all reductions whose turn it is have been issued; with the unit that has its turn to come, if
+#                       there is only one
+#   last turn           the same; nothing is left to be gathered, ahead half-way; with all units whose turn is to come
+#   release inputs      let reductions release their inputs, because a gather is about to allocate memory
+Verb = Literal[
+    "gather",
+    "ahead",
+    "free",
+    "retain",
+    "leave",
+    "close",
+    "participate",
+    "complete",
+    "reduce",
+    "end turn",
+    "last turn",
+    "release inputs",
+]
+Action = tuple[Verb, Sequence[U]]
+Actions = Iterable[Action[U]]
