@@ -204,13 +204,13 @@ class BackwardSchedule(Generic[U]):
             self.tied_owners.reached(unit)
         # A graph made by a reentrant checkpoint is reached at the checkpoint's place, not at that of another graph that
         # the unit may have; ranks need not reach it.
-        inner = inner and self.clock.recomputes
+        in_task, inner = inner, inner and self.clock.recomputes
         owners = self._rules[unit].owners
         needed = (*owners, unit) if owners else (unit,)
         if not inner:
             # At this tick all of these gathers, which are waited for, are due; a tied owner has ended with its last
             # user. Done before others are gathered, since each takes memory.
-            self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))), inner=inner)
+            self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))), inner=in_task)
         for each in needed:
             is_unsharded = self._is_unsharded if self._actions else self._facts.is_unsharded
             if not (is_unsharded(each) and (inner or self.gathers.is_past(each))):
@@ -275,7 +275,8 @@ class BackwardSchedule(Generic[U]):
                 due.append(region.ended)
             self._pass(min(due), inner=False)
         for each in needed:
-            if not (self._is_unsharded(each) and (inner or self.gathers.is_past(each))):
+            # Outside of inner tasks also what is unsharded: the driver refuses a unit whose gradients are in its memory.
+            if not (inner and self._is_unsharded(each)):
                 self.gather_in_turn(each)
         if not inner and unit in clock.recomputed and unit not in clock.planned:
             self._prefetch_after(unit)
