@@ -96,13 +96,13 @@ class Units:
         ("a(b()c())", "", "before", "a c c. b b. a. ;", "+a >c | >b | -c *c |  | -b *b | -a *a | "),
         ("a(b())", "", None, "a a. b b. ;", "+a | -a | +b | -b *b *a | "),
         # Those under reentrant checkpoints have their turns among the others.
-        ("a()b()c()", "b", "before", "c c. b~ b b. a a. ;", "+c >b | -c *c | >a |  | -b *b | -b | -a *a | "),
+        ("a()b()c()", "b", "before", "c c. b~ b b. a a. ;", "+c >b | -c *c | +b >a |  | -b *b | -b | -a *a | "),
         (
             "a()b()c()",
             "abc",
             "before",
             "c~ c c. b~ b b. a~ a a. ;",
-            "+c >b |  | -c *c | -c >a |  | -b *b | -b |  | -a *a | -a",
+            "+c >b |  | -c *c | -c +b >a |  | -b *b | -b +a |  | -a *a | -a",
         ),
     ],
 )
