@@ -275,7 +275,7 @@ class BackwardSchedule(Generic[U]):
                 due.append(region.ended)
             self._pass(min(due), inner=False)
         for each in needed:
-            # Outside of inner tasks also what is unsharded: the driver refuses a unit whose gradients are in its memory.
+            # Outside of inner tasks also if it is unsharded: the driver refuses one whose gradients are in its memory.
             if not (inner and self._is_unsharded(each)):
                 self.gather_in_turn(each)
         if not inner and unit in clock.recomputed and unit not in clock.planned:
