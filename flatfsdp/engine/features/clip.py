@@ -4,8 +4,8 @@
 shards each rank would scale by a factor of its own, so for shards these functions are executed here, over all ranks.
 Programs have imported them by name before a model is sharded, so what is replaced is what these names call. They then
 are collective; a rank that passes parameters without gradients takes part with zero, one that passes nothing does not.
-A call with other tensors costs one comparison with the parameters of the live models. Norms that a program computes by
-itself (`p.grad.norm()`) stay those of a rank.
+A call with other tensors costs one comparison with the parameters of the live models, for which compiled code leaves
+its graph. Norms that a program computes by itself (`p.grad.norm()`) stay those of a rank.
 """
 
 from __future__ import annotations
@@ -284,6 +284,7 @@ def _clips(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
+        _leave_graph()
         given = _listed(parameters)
         models = _models_among(given, _places())
         if not models:
@@ -303,6 +304,7 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
+        _leave_graph()
         given, places, call = _listed(tensors), _places(), "get_total_norm"
         holders = {id(grad): each.holder for each in places.values() if (grad := each.holder.grad) is not None}
         chosen = {id(holder): holder for each in given if (holder := holders.get(id(each))) is not None}
@@ -324,6 +326,12 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             return found.in_their_dtype(_norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite))
 
     return get_total_norm
+
+
+def _leave_graph() -> None:
+    """End a graph that torch.compile traces: which models are alive, and which tensors are theirs, is no constant."""
+    if torch.compiler.is_compiling():
+        _torch.stay_out_of_graphs()
 
 
 def _listed(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

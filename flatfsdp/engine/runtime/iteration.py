@@ -90,7 +90,7 @@ class Iteration:
         record: the forward passes that the next backward may cover.
         backward: the running one, or None.
         depth: the number of nested forwards of units that run.
-        ahead: units gathered in this forward before their use, or on a user's request.
+        ahead: units to gather in this forward before their use, or gathered on a user's request; if they were sharded.
         requested: units that a user unsharded, and may compute with outside of a forward.
         is_at_rest: shards may be written to, so the next gathers are ordered after these writes.
         has_freed: whether the running, or last, forward has freed a unit, which its backward gathers again.

@@ -1,12 +1,12 @@
 """The actions that schedules return and drivers execute; pure.
 
 [Note: actions] An action is a verb, and the units that it applies to, together. A driver executes all actions of an
-event, in order, before it reports another event.
+event, in order, before it reports another event, except those that occur inside of an action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 U = TypeVar("U")
@@ -41,4 +41,3 @@ Verb = Literal[
     "release inputs",
 ]
 Action = tuple[Verb, Sequence[U]]
-Actions = Iterable[Action[U]]

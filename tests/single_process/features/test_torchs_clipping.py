@@ -65,9 +65,28 @@ def test_a_torch_that_wraps_it_in_another_way_is_reported(monkeypatch: pytest.Mo
 
 def test_compiled_code_clips_other_parameters() -> None:
     with fake_world(2):
-        FullyShardedDataParallel(nn.Linear(2, 2))  # from here on torch's function looks for shards
+        model = FullyShardedDataParallel(nn.Linear(2, 2))  # from here on torch's function looks for shards
+        clips = torch.compile(lambda given: nn.utils.clip_grad_norm_(given, 1.0), backend="eager")
+        parameter = nn.Parameter(torch.zeros(4))
+        for _ in range(2):
+            parameter.grad = torch.ones(4)
+            assert float(clips([parameter])) == 2.0
+            assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
+        assert model.module is not None, "it was alive"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_compiled_code_clips_shards(before: bool) -> None:
+    """`before`: code that was compiled while no model was alive."""
     clips = torch.compile(lambda given: nn.utils.clip_grad_norm_(given, 1.0), backend="eager")
-    parameter = nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.ones(4)
-    assert float(clips([parameter])) == 2.0
-    assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
+    with fake_world(1):
+        if before:
+            FullyShardedDataParallel(nn.Linear(2, 2))
+            parameter = nn.Parameter(torch.zeros(4))
+            parameter.grad = torch.ones(4)
+            clips([parameter])
+        model = FullyShardedDataParallel(nn.Linear(4, 1, bias=False), use_orig_params=True)
+        model(torch.ones(1, 4)).sum().backward()
+        assert float(clips(list(model.parameters()))) == 2.0
+        (weight,) = model.parameters()
+        assert weight.grad is not None and torch.allclose(weight.grad, torch.full((1, 4), 0.5))
