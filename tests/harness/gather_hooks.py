@@ -112,6 +112,17 @@ class SameAround(Same, Gathered):
     """`Same`, which names its inner tensor."""
 
 
+class InAnyDimension(Same):
+    """`Same`, with rows along any dimension, which are not padded."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self._data,), outer_size
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        whole = outputs[0].view(-1, *metadata[1:])[: metadata[0]]
+        return super().fsdp_post_all_gather((whole,), metadata, param_dtype, out=out)
+
+
 class AsInt8(Gathered):
     """A quarter of the bytes of float32, plus a scale for each row."""
 

@@ -241,6 +241,32 @@ class OfThree(AsBfloat16):
         return cls(inner["_data"])
 
 
+class Columns(AsBfloat16):
+    """Split along any dimension: ranks have equal parts, and what is gathered is in the order of the whole. The first
+    result has another shape than the whole, of whose memory it is."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        self.calls.append("pre")
+        return (self._data.view(-1).view(self._data.shape).to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is None:
+            return super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+        out = getattr(out, "_local_tensor", out)
+        return super().fsdp_post_all_gather((outputs[0].view(out.shape),), metadata, param_dtype, out=out)
+
+
+class PairOfColumns(Pair):
+    """`Pair`, split along any dimension."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self.one.flatten(), self.two), outer_size
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        size = metadata if out is None else out.shape
+        return super().fsdp_post_all_gather([each.view(size) for each in outputs], metadata, param_dtype, out=out)
+
+
 class Linear(nn.Linear):
     """A layer whose weight may be `Blocks`."""
 

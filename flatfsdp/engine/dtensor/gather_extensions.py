@@ -6,6 +6,7 @@ gathered tensors, with the leaf behind them in the graph. [Note: gather hooks]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,10 @@ class ExtendedParam:
 class GatherExtensions(Transform):
     """The transformation of tensors with gather hooks."""
 
-    def __init__(self, parallel: TensorParallel, policy: Any) -> None:
+    def __init__(self, parallel: TensorParallel, policy: Any, dims: Mapping[str, int]) -> None:
         """`parallel`: for DTensors that have such tensors inside; `policy`: of mixed precision, an argument of the
-        hooks."""
-        self._parallel, self._policy = parallel, policy
+        hooks; `dims`: the dimension along which each parameter is split, by its path."""
+        self._parallel, self._policy, self._dims = parallel, policy, dims
 
     def applies(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter`, or this rank's part of it, has gather hooks."""
@@ -53,7 +54,7 @@ class GatherExtensions(Transform):
         if _dtensor.is_dtensor(parameter):
             self._parallel.check(path, parameter)
             tensor, outer = self._parallel.store(path, parameter)
-        return tensor, ExtendedParam(GatherHooks(path, tensor, self._policy), outer)
+        return tensor, ExtendedParam(GatherHooks(path, tensor, self._policy, self._dims.get(path, 0)), outer)
 
     def store(self, path: str, parameter: torch.Tensor) -> tuple[torch.Tensor, ExtendedParam]:
         """The master of `parameter`, or of this rank's part of it; a tensor on the meta device if there is none."""

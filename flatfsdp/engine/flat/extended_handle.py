@@ -58,6 +58,7 @@ class OpaqueParam(UnshardedParam):
         self._seen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
+        self._is_by_rank = False  # the bytes of each tensor are in the order of ranks, as a gather leaves them
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,6 +120,7 @@ class OpaqueParam(UnshardedParam):
         given = [(place, piece) for place, piece in zip(places, pieces, strict=True) if place.numel()]
         if not given:
             return DONE
+        self._is_by_rank = True
         return transport.all_gather_coalesced([place for place, _ in given], [piece for _, piece in given], stream)
 
     def _cut(self) -> list[torch.Tensor]:
@@ -137,12 +139,16 @@ class OpaqueParam(UnshardedParam):
         places, made = iter(self._cut()), []
         for i, (hooks, agreed) in enumerate(zip(self._hooks, self.agreed, strict=True)):
             gathered = [each.view(next(places), self._world) for each in agreed]
+            if self._is_by_rank:
+                for each in gathered:
+                    hooks.reorder(each)
             before = self._seen[i] if self._seen else None
             seen, inner = hooks.outputs(rows[i], gathered, self._metadata[i], self._dtype, before)
             made.append(seen)
             hooks.seen = seen
             if before is None:
                 self._own(inner)
+        self._is_by_rank = False
         refilled, self._seen = bool(self._seen), made
         if refilled and not changed:  # earlier graphs may read it [Note: versions]
             _torch.set_versions(tuple(made), tuple(self._versions))

@@ -9,6 +9,11 @@ compute with the result of `fsdp_post_all_gather` for those of all ranks. The wh
 cannot be rebuilt around other memory, is split by its own operations, those that FSDP2 uses: `split`, `new_zeros`,
 `slice`, `copy_`. Optimizers, loads and state dicts use its rows as they are. Their handle has the layout for gradients,
 but no values: its shard has a length, and memory for one zero.
+
+[Note: rows along another dimension] A tensor that is split along another dimension than the first also keeps its rows,
+since hooks rely on contiguous tensors, and rows of the stored order have strides. Its hooks return tensors with as many
+elements as these rows, and get what FSDP2 passes: the memory of the whole, in the order of the parameter, in a shape
+that begins with -1 and ends as theirs did.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..device.streams import pin
+from ..layout.layout import stride_by_rows
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -121,16 +127,16 @@ class GatherHooks:
         name: of the parameter, for messages.
         kind: the class of its tensor.
         seen: the tensor that modules compute with, while the parameter is unsharded.
+        dim: the dimension along which ranks split it.
         keeps_rows: whether its class keeps the rows, and the shard has none. [Note: rows of their class]
         rows: then this rank's rows, after `cut`.
     """
 
-    keeps_rows = False  # in older pickles
     rows: torch.Tensor | None = None
 
-    def __init__(self, name: str, tensor: torch.Tensor, policy: Any) -> None:
-        """The hooks of `tensor`, the whole parameter. `policy`: the user's, for hooks."""
-        self.name = name
+    def __init__(self, name: str, tensor: torch.Tensor, policy: Any, dim: int = 0) -> None:
+        """The hooks of `tensor`, the whole parameter, split along `dim`. `policy`: the user's, for hooks."""
+        self.name, self.dim = name, dim
         self.seen: torch.Tensor | None = None
         self.kind = type(tensor)
         self._policy = policy
@@ -147,7 +153,7 @@ class GatherHooks:
                 f"{self._what}: its {PRE} takes {self._takes} arguments; expected (mesh), or (mesh, outer_size, "
                 "outer_stride, module, mp_policy)"
             )
-        self._attribute = _master_in(tensor) or ""
+        self._attribute = "" if dim else _master_in(tensor) or ""
         self.keeps_rows = not self._attribute
         self._whole: torch.Tensor | None = tensor if self.keeps_rows else None
         if not self.keeps_rows:
@@ -169,7 +175,8 @@ class GatherHooks:
     def stored_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor to lay out for the whole `tensor`: its master; one on the meta device if its class keeps rows."""
         if self.keeps_rows:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            stride = stride_by_rows(tensor.shape, self.dim)
+            return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
         return self.master_of(tensor).contiguous()
 
     def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,8 +192,19 @@ class GatherHooks:
 
     def cut(self, rank: int, world: int, home: torch.device, *, pinned: bool) -> None:
         """Keep the rows of `rank`, one of `world` ranks, on `home`, and not the whole tensor. Precondition: the class
-        keeps rows."""
+        keeps rows.
+
+        Raises:
+            UsageError: ranks would have parts of different sizes along a dimension other than the first, where the
+                gathered tensors have no place for padding.
+        """
         assert self._whole is not None
+        if self.dim and self._size[self.dim] % world:
+            raise UsageError(
+                f"{self._what} of shape {tuple(self._size)} is split along dimension {self.dim}, whose "
+                f"{self._size[self.dim]} elements are no multiple of the {world} ranks. Expected one for a tensor with "
+                f"{PRE}: let shard_placement_fn return Shard(0), or pad the parameter"
+            )
         whole, self._whole = self._whole, None
         rows = self._rows_of(whole, rank, world)
         if rows.device != home and not rows.is_meta:
@@ -197,12 +215,12 @@ class GatherHooks:
     @torch.no_grad()
     def _rows_of(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
         """The rows of `rank`, in memory of their own, by the operations and in the order of FSDP2's."""
-        chunks = torch.chunk(whole, world)
+        chunks = torch.chunk(whole, world, self.dim)
         padded = whole.new_zeros(chunks[0].size())
-        own = chunks[rank].size(0) if rank < len(chunks) else 0
+        own = chunks[rank].size(self.dim) if rank < len(chunks) else 0
         if own and padded.numel():
-            padded.narrow(0, 0, own).copy_(chunks[rank])
-        return padded.narrow(0, 0, own)
+            padded.narrow(self.dim, 0, own).copy_(chunks[rank])
+        return padded.narrow(self.dim, 0, own)
 
     def take(self, value: torch.Tensor) -> None:
         """Keep a copy of `value`, a user's, the whole or this rank's rows, of the class or plain."""
@@ -283,9 +301,22 @@ class GatherHooks:
                 self._refuse(f"{tuple(each.shape)} with strides {each.stride()} {where}", "contiguous tensors")
             if each.device != device:
                 self._refuse(f"one on {each.device} {where}", f"tensors on {device}")
+            if self.dim and each.numel() != rows.numel():
+                expected = f"{rows.numel()} elements, as many as the rows, which are split along dimension {self.dim}"
+                self._refuse(f"{tuple(each.shape)} {where}", expected)
         if not inputs:
             self._refuse("no tensor", "one at least")
         return list(inputs), metadata
+
+    def reorder(self, gathered: torch.Tensor) -> None:
+        """Bring `gathered`, the tensors of all ranks one after the other, into the parameter's order, in its memory.
+        [Note: rows along another dimension]"""
+        if not self.dim or not gathered.numel():
+            return
+        ranks = self._size[self.dim] // self.rows.shape[self.dim]  # type: ignore[union-attr]
+        with torch.no_grad(), torch.inference_mode(False):
+            by_rank = gathered.clone().view(ranks, *self.rows.shape)  # type: ignore[union-attr]
+            torch.cat(by_rank.unbind(), self.dim, out=gathered.view(self._size))
 
     @contextmanager
     def _naming(self, hook: str) -> Iterator[None]:
@@ -337,6 +368,8 @@ class GatherHooks:
                     "compute with, the tensors whose memory is to be freed with it)"
                 )
             seen, inner = made
+            if self.dim and seen.shape != self._size and seen.numel() == self._size.numel():
+                seen = torch.as_strided(seen, self._size, self._stride, 0)
             if seen.shape != self._size and seen.shape[1:] == self._size[1:] and seen.shape[0] > self._size[0]:
                 seen = seen.narrow(0, 0, self._size[0])  # without the padding rows, wherever it lies in our buffer
         if seen.shape != self._size or not seen.dtype.is_floating_point:

@@ -33,13 +33,15 @@ _changed: list[Unit] | None = None
 
 def shard(call: Call, front_class: type) -> None:
     """Make one unit of the modules of `call`, and give them classes that also derive from `front_class`."""
+    by_path = call.holder.named_parameters(remove_duplicate=False)
+    dims = {path: call.dims[parameter] for path, parameter in by_path if parameter in call.dims}
     with one_rank_warns(this_rank=is_first_of(None, call.config.device_mesh)):
         front = Front(
             f"{CALL}()",
             call.modules,
             call.output_dtype,
             _faces,
-            lambda parallel: (GatherExtensions(parallel, call.policy), parallel),
+            lambda parallel: (GatherExtensions(parallel, call.policy, dims), parallel),
             call.materializes,
             call.mesh.spmd,
             call.elsewhere,

@@ -74,10 +74,11 @@ def _dim_of(placement: Any, name: str, parameter: nn.Parameter) -> int:
             f"{accepted}, of one of these"
         )
     dim %= parameter.dim()
-    if dim and _is_made_of_others(parameter):
+    if dim and _is_made_of_others(parameter) and not has_gather_hooks(_local(parameter)):
         raise ConfigValueError(
             f"{ARGUMENT}: got {placement!r} for parameter {name!r}, which is a {type(_local(parameter)).__name__}, a "
-            "tensor made of others. Such parameters are split along dimension 0. Accepted: Shard(0), or None"
+            "tensor made of others without hooks for the all-gather. Such parameters are split along dimension 0. "
+            "Accepted: Shard(0), or None"
         )
     return dim
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as FSDP
@@ -46,6 +46,7 @@ from tests.distributed.fully_shard.test_copies import saved, step
 from tests.distributed.fully_shard.test_features import PROGRAMS, plainly
 from tests.harness import inspect, tensor_parallel
 from tests.harness.gather_hooks import AsBfloat16, AsInt8, Gathered, extend
+from tests.harness.inner_tensors import Columns
 from tests.harness.meshes import named_mesh
 
 
@@ -109,6 +110,10 @@ def test_hybrids(pool4: Run) -> None:
     assert not [each for found in pool4(beside_torchs, (2, 2), AsBfloat16, Case(clip=True)) for each in found]
 
 
+def columns(parameter: Any) -> Any:
+    return Shard(1) if isinstance(getattr(parameter, "_local_tensor", parameter), Columns) else None
+
+
 def under_tensor_parallelism(rank: int, world: int, shape: tuple[int, ...], kind: Any, sequence: bool) -> list[str]:
     warnings.simplefilter("ignore")
     mesh, models, losses = tensor_parallel.mesh_of(*shape), [], []
@@ -118,7 +123,7 @@ def under_tensor_parallelism(rank: int, world: int, shape: tuple[int, ...], kind
             extend(block, kind)
         made = tensor_parallel.parallelized(made, mesh["tp"], sequence=sequence, source=None)
         for block in made.blocks:
-            package.fully_shard(block, mesh=mesh["dp"])
+            package.fully_shard(block, mesh=mesh["dp"], shard_placement_fn=columns)
         package.fully_shard(made, mesh=mesh["dp"])
         optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
         losses.append([])
@@ -133,7 +138,7 @@ def under_tensor_parallelism(rank: int, world: int, shape: tuple[int, ...], kind
     return found if losses[0] == losses[1] else [*found, f"{losses}"]
 
 
-@pytest.mark.parametrize("kind", [AsBfloat16, AsInt8])
+@pytest.mark.parametrize("kind", [AsBfloat16, AsInt8, Columns])
 def test_inside_of_dtensors(kind: Any, pool4: Run) -> None:
     assert not [each for found in pool4(under_tensor_parallelism, (2, 2), kind, kind is AsInt8) for each in found]
 
@@ -500,6 +505,23 @@ def refused(rank: int, world: int) -> None:
 
 def test_what_is_refused(pool2: Run) -> None:
     pool2(refused, timeout=60)
+
+
+def refused_along_columns(rank: int, world: int) -> None:
+    def sharded_by_columns(kind: Any, width: int = 4) -> Any:
+        model = extend(nn.Linear(width, 4), kind)
+        return flatfsdp.fully_shard(model, shard_placement_fn=lambda each: Shard(1) if each.dim() == 2 else None)
+
+    match = r"'weight' \(Columns\) of shape \(4, 3\) is split along dimension 1, whose 3 elements are no multiple of"
+    with pytest.raises(UsageError, match=match):
+        sharded_by_columns(Columns, 3)
+    few = type("Few", (Columns,), {"fsdp_pre_all_gather": lambda self, mesh: ((self._data[:1].contiguous(),), None)})
+    with pytest.raises(UsageError, match=r"returned \(1, 2\).* of 1; expected 8 elements, as many as the rows"):
+        sharded_by_columns(few)(torch.ones(1, 4))
+
+
+def test_what_is_refused_along_another_dimension(pool2: Run) -> None:
+    pool2(refused_along_columns, timeout=60)
 
 
 def changes(rank: int, world: int) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel as FSDP
@@ -32,7 +32,7 @@ from flatfsdp.errors import FlatFSDPError
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.gather_hooks import Gathered, Halving, extend
-from tests.harness.inner_tensors import Blocks, Net, OfThree, Pair, Rounded, Stored, Unnamed
+from tests.harness.inner_tensors import Blocks, Columns, Net, OfThree, Pair, PairOfColumns, Rounded, Stored, Unnamed
 from tests.harness.meshes import named_mesh
 
 WIDTH = 8
@@ -52,12 +52,15 @@ class Case:
 
 
 ROWS = Case()
+BY_COLUMNS = (Columns, PairOfColumns)  # split along dimension 1
 
 
 def sharded(model: Any, api: Any, mesh: Any, case: Case) -> Any:
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshard}
     if case.dtype is not None:
         settings["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
+    if any(isinstance(each, BY_COLUMNS) for each in model.parameters()):
+        settings["shard_placement_fn"] = lambda each: Shard(1) if isinstance(each, BY_COLUMNS) else None
     if case.offload:
         settings["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
     for layer in model.layers if case.units else ():
@@ -78,8 +81,10 @@ def parts(tensor: Any) -> list[torch.Tensor]:
 def facts(value: Any) -> list[Any]:
     local = getattr(value, "_local_tensor", value)
     kind = torch.Tensor if isinstance(local, Gathered) else type(local)  # ours saves what is around one tensor as that
-    made = [type(value), kind, value.shape, value.stride(), value.dtype, local.shape, local.stride()]
-    return [*made, value.requires_grad, getattr(value, "placements", None)]
+    placements = getattr(value, "placements", ())
+    # Plain parts along another dimension than the first lie in the stored order here.
+    strides = [] if Shard(1) in placements else [value.stride(), local.stride()]
+    return [type(value), kind, value.shape, *strides, value.dtype, local.shape, value.requires_grad, placements]
 
 
 def unlike(what: str, one: Any, two: Any) -> list[str]:
@@ -155,9 +160,8 @@ CASES = {
     "uneven": Case(hidden=13),
 }
 UNEVEN = {Pair, Unnamed}  # torch's takes no uneven rows from the others
-PAIRS = [
-    (kind, name) for kind in (Pair, Rounded, Blocks, Unnamed) for name in CASES if name != "uneven" or kind in UNEVEN
-]
+KINDS = (Pair, Rounded, Blocks, Unnamed, *BY_COLUMNS)
+PAIRS = [(kind, name) for kind in KINDS for name in CASES if name != "uneven" or kind in UNEVEN]
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
@@ -165,7 +169,7 @@ def test_two_ranks(kind: Any, name: str, pool2: Run) -> None:
     assert not [each for found in pool2(beside_torchs, (2,), kind, CASES[name]) for each in found]
 
 
-@pytest.mark.parametrize("kind", [OfThree, Pair])
+@pytest.mark.parametrize("kind", [OfThree, Pair, PairOfColumns])
 def test_hybrids(kind: Any, pool4: Run) -> None:
     assert not [each for found in pool4(beside_torchs, (2, 2), kind, Case(micro="ns")) for each in found]
 
@@ -222,7 +226,7 @@ def kept_and_restored(rank: int, world: int, kind: Any, folder: str) -> list[str
     other = fresh("read")
     stepped(other, twins["read"][1], rank, 1)
     read = other.state_dict()
-    torch.serialization.add_safe_globals([Pair, Rounded, Blocks])
+    torch.serialization.add_safe_globals([Pair, Rounded, Blocks, *BY_COLUMNS])
     dcp.save(model.state_dict(), checkpoint_id=folder)
     dcp.load(read, checkpoint_id=folder)
     other.load_state_dict(read)
@@ -254,7 +258,7 @@ def kept_and_restored(rank: int, world: int, kind: Any, folder: str) -> list[str
     return found
 
 
-@pytest.mark.parametrize("kind", [Pair, Rounded, Blocks])
+@pytest.mark.parametrize("kind", [Pair, Rounded, Blocks, *BY_COLUMNS])
 def test_kept_and_restored(kind: Any, pool2: Run, tmp_path: Path) -> None:
     assert not [each for found in pool2(kept_and_restored, kind, str(tmp_path)) for each in found]
 
@@ -308,7 +312,7 @@ def torchs_state_dicts(rank: int, world: int, kind: Any, states: Callable[..., A
 
 
 # With whole states of `Pair`, torch frees memory that its own gathers still write to.
-STATES = [(kind, each) for kind in (Pair, Rounded, Blocks) for each in (whole_states, sharded_states)]
+STATES = [(kind, each) for kind in (Pair, Rounded, Blocks, Columns) for each in (whole_states, sharded_states)]
 
 
 @pytest.mark.parametrize(("kind", "states"), [*STATES, (Rounded, from_whole_states), (Blocks, from_whole_states)])
@@ -352,8 +356,8 @@ def test_functions_of_plain_elements_refuse_them(name: str, pool2: Run, tmp_path
         assert what in message and "torch.distributed.checkpoint" in message, message
 
 
-def written(rank: int, world: int, folder: str) -> Any:
-    model, optimizer = made(Pair, named_mesh(world))
+def written(rank: int, world: int, folder: str, kind: Any) -> Any:
+    model, optimizer = made(kind, named_mesh(world))
     stepped(model, optimizer, 0, 0)
     dcp.save(model.state_dict(), checkpoint_id=folder)
     return [[part.full_tensor() for part in parts_in(each)] for each in model.parameters()]
@@ -366,9 +370,9 @@ def parts_in(parameter: Any) -> list[Any]:
     return [DTensor.from_local(each, mesh, placements, shape=shape, stride=stride) for each in parts(parameter)]
 
 
-def on_other_ranks(rank: int, world: int, folder: str, expected: list[list[torch.Tensor]]) -> list[str]:
-    torch.serialization.add_safe_globals([Pair])
-    model, _ = made(Pair, named_mesh(world), seed=1)
+def on_other_ranks(rank: int, world: int, folder: str, kind: Any, expected: list[list[torch.Tensor]]) -> list[str]:
+    torch.serialization.add_safe_globals([kind])
+    model, _ = made(kind, named_mesh(world), seed=1)
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state)
@@ -377,9 +381,10 @@ def on_other_ranks(rank: int, world: int, folder: str, expected: list[list[torch
     return [name for ones, twos, (name, _) in pairs if not all(map(torch.equal, ones, twos))]
 
 
-def test_files_are_read_by_another_number_of_ranks(pool2: Run, pool4: Run, tmp_path: Path) -> None:
-    expected = pool2(written, str(tmp_path))[0]
-    assert pool4(on_other_ranks, str(tmp_path), expected) == [[]] * 4
+@pytest.mark.parametrize("kind", [Pair, *BY_COLUMNS])
+def test_files_are_read_by_another_number_of_ranks(kind: Any, pool2: Run, pool4: Run, tmp_path: Path) -> None:
+    expected = pool2(written, str(tmp_path), kind)[0]
+    assert pool4(on_other_ranks, str(tmp_path), kind, expected) == [[]] * 4
 
 
 def by_hand(rank: int, world: int, kind: Any) -> list[str]:
@@ -405,7 +410,7 @@ def by_hand(rank: int, world: int, kind: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", [Pair, Rounded, Blocks])
+@pytest.mark.parametrize("kind", [Pair, Rounded, Blocks, Columns])
 def test_by_hand(kind: Any, pool2: Run) -> None:
     assert not [each for found in pool2(by_hand, kind) for each in found]
 
@@ -428,3 +433,18 @@ def in_place(rank: int, world: int) -> bool:
 
 def test_padded_rows_are_cut_off_where_they_lie(pool2: Run) -> None:
     assert pool2(in_place) == [True, True]
+
+
+def pieces_on_ranks(rank: int, world: int) -> list[str]:
+    (one, first), (two, second) = (
+        made(Columns, named_mesh(world), Case(reshard=ranks, micro="ns")) for ranks in (2, True)
+    )
+    found = []
+    for number in range(3):
+        found += unlike("loss", stepped(one, first, rank, number), stepped(two, second, rank, number))
+    return found + differences(one, two)
+
+
+def test_columns_on_fewer_ranks_after_a_forward(pool4: Run) -> None:
+    """What these keep of the gathered bytes is in the parameter's order already."""
+    assert not [each for found in pool4(pieces_on_ranks) for each in found]

@@ -19,7 +19,7 @@ from flatfsdp import ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backw
 from tests.conftest import Run
 from tests.distributed.runtime.test_random_models import STEPS, WIDTH, How, Nest, Net, _losses, assert_documented
 from tests.harness.front import whole
-from tests.harness.gather_hooks import Around, Same, SameAround
+from tests.harness.gather_hooks import Around, InAnyDimension, Same, SameAround
 from tests.harness.gradients import gradients_of, unlike
 from tests.harness.meshes import named_mesh
 from tests.harness.played_memory import assign_gradients, assign_values, drawn_memory, without_marks
@@ -35,7 +35,7 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
     columns = drawn.random() < 0.3
     settings: dict[str, Any] = {
         "mesh": named_mesh(*shape),
-        "shard_placement_fn": (lambda each: None if isinstance(each, Around) else Shard(1)) if columns else None,
+        "shard_placement_fn": partial(along_columns, ranks=shape[-1]) if columns else None,
     }
     ways = [None, True, False] + [how.neighbors] * (how.neighbors is not None)
     counted = Counter(each.data_ptr() for _, each in net.units.named_parameters(remove_duplicate=False))
@@ -54,12 +54,19 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
     return flatfsdp.fully_shard(net, reshard_after_forward=drawn.choice(ways), **settings)
 
 
+def along_columns(parameter: torch.Tensor, ranks: int) -> Shard | None:
+    """`Shard(1)`, except for tensors with gather hooks that do not take it."""
+    if isinstance(parameter, Around) and not (isinstance(parameter, InAnyDimension) and parameter.shape[1] % ranks == 0):
+        return None
+    return Shard(1)
+
+
 def extended(net: Net, seed: int) -> Net:
-    """`net`, in which at times the weights of some layers are tensors with gather hooks, of one of the two kinds: with
-    rows in the shard, or kept by their class."""
+    """`net`, in which at times the weights of some layers are tensors with gather hooks, of one of the kinds: with rows
+    in the shard, or kept by their class, along the first dimension or any."""
     drawn = random.Random(f"hooks {seed}")
     if drawn.random() < 0.3:
-        kind = drawn.choice([Same, SameAround])
+        kind = drawn.choice([Same, SameAround, InAnyDimension])
         uses = Counter(each.data_ptr() for _, each in net.named_parameters(remove_duplicate=False))
         for module in net.modules():
             if type(module) is nn.Linear and uses[module.weight.data_ptr()] == 1 and drawn.random() < 0.5:
