@@ -56,7 +56,9 @@ def sharded(net: Net, how: How, drawn: random.Random) -> Any:
 
 def along_columns(parameter: torch.Tensor, ranks: int) -> Shard | None:
     """`Shard(1)`, except for tensors with gather hooks that do not take it."""
-    if isinstance(parameter, Around) and not (isinstance(parameter, InAnyDimension) and parameter.shape[1] % ranks == 0):
+    if isinstance(parameter, Around) and not (
+        isinstance(parameter, InAnyDimension) and parameter.shape[1] % ranks == 0
+    ):
         return None
     return Shard(1)
 
