@@ -17,7 +17,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _dtensor
-from ..flat.gather_hooks import has_gather_hooks
+from .gather_hooks import has_gather_hooks
 
 _TORCHS: Any = torch.Tensor.data
 

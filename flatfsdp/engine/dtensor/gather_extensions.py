@@ -6,7 +6,7 @@ gathered tensors, with the leaf behind them in the graph. [Note: gather hooks]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from ..base import _dtensor
 from ..comm.axes import Axis
-from ..flat.extensions import Transform
-from ..flat.gather_hooks import GatherHooks, has_gather_hooks, master_of
+from ..flat.extensions import Transform, TransformedParam
 from ..layout.part import Part
+from .gather_hooks import GatherHooks, has_gather_hooks, master_of
 from .tensor_parallel import StoredDTensor, TensorParallel
 
 
@@ -67,10 +67,6 @@ class GatherExtensions(Transform):
         if _save_masters not in module._state_dict_hooks.values():  # copies have it already
             module.register_state_dict_post_hook(_save_masters)
 
-    def gather_hooks(self, state: ExtendedParam) -> GatherHooks:
-        """The hooks of the parameter."""
-        return state.hooks
-
     def see(self, leaf: torch.Tensor, state: ExtendedParam) -> torch.Tensor:
         """The result of the last gather."""
         seen = state.hooks.seen
@@ -115,6 +111,11 @@ class GatherExtensions(Transform):
     def axes(self, state: ExtendedParam, device: torch.device) -> list[tuple[Axis, bool]]:
         """The axes of the DTensor's mesh."""
         return [] if state.outer is None else self._parallel.axes(state.outer, device)
+
+
+def hooks_by_leaf(transformed: Iterable[TransformedParam]) -> dict[int, GatherHooks]:
+    """The gather hooks of those parameters that have them, by the ids of their leaves."""
+    return {id(each.leaf): each.state.hooks for each in transformed if isinstance(each.state, ExtendedParam)}
 
 
 def _save_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

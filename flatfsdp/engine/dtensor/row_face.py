@@ -19,11 +19,11 @@ from ..base import _dtensor, _torch
 from ..device.fake_tensors import is_memoryless
 from ..flat.apart_face import ApartFace
 from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_grad
-from ..flat.gather_hooks import GatherHooks, hollow, inner_of
 from ..flat.layout_views import ShardViews
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
 from .data_assignment import follow
+from .gather_hooks import GatherHooks, hollow, inner_of
 from .holder_classes import mark
 from .kept_gradients import KeptGradients
 from .specs import spec_at_rest

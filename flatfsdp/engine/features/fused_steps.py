@@ -395,7 +395,7 @@ def _find_runs(
         for each in group["params"]:
             unit = registry.owner_of(each) if id(each) not in places else None
             for handle in unit.handles if unit is not None else ():
-                if not (handle.face.is_flat or handle.options.gathers):
+                if handle.gathers_elements and not handle.face.is_flat:
                     places |= {id(holder): (handle, i) for i, holder in enumerate(handle.face.holders)}
             if id(each) not in places or not (each.numel() or _dtensor.is_dtensor(each)):
                 alone[number].append(each)

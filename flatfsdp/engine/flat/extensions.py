@@ -17,7 +17,6 @@ from torch import nn
 from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
 from ..layout.part import Part
-from .gather_hooks import GatherHooks
 from .param_refs import ParamRef, marks_of
 
 
@@ -82,10 +81,6 @@ class Transform:
 
     def attach(self, state: Any, module: nn.Module, mesh: Any) -> None:
         """Register `module` as one that computes with the parameter; `mesh`: that of its unit, if any."""
-
-    def gather_hooks(self, state: Any) -> GatherHooks | None:
-        """The hooks that choose the tensors to gather; None: the stored tensor is gathered. [Note: gather hooks]"""
-        return None
 
     def part(self, state: Any) -> Part | None:
         """The position of the stored part in its whole; None for an independent tensor. [Note: parts of wholes]"""

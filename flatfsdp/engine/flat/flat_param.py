@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
 from ..layout.part import Part
 from .faces import REQUIRES_GRAD, Face, FaceMaker
-from .gather_hooks import GatherHooks
 from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
@@ -66,8 +65,6 @@ class FlatParamOptions:
         layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes the form of the parameters that users see at rest.
-        gathers: for each parameter, the hooks that define which tensors are gathered for it; empty if they have none.
-            All parameters of a handle have hooks, or none has.
     """
 
     mixed_precision: MixedPrecision
@@ -77,7 +74,6 @@ class FlatParamOptions:
     trainable: bool
     packed: bool
     layout: Literal["flat", "rows"] = "flat"
-    gathers: tuple[GatherHooks, ...] = ()
 
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
@@ -125,7 +121,10 @@ class FlatParamHandle:
             parameters]
         accumulator_was_requested: whether code requested a hidden leaf's autograd node. [Note: accumulators]
         device: where the unit computes.
+        gathers_elements: whether the elements of the shard are what is gathered, in this order, maybe cast.
     """
+
+    gathers_elements: ClassVar[bool] = True
 
     def __init__(
         self,

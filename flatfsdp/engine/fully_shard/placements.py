@@ -15,7 +15,7 @@ from torch import nn
 
 from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
-from ..flat.gather_hooks import has_gather_hooks
+from ..dtensor.gather_hooks import has_gather_hooks
 from ..layout.layout import stride_by_rows
 from ..runtime.param_registry import owner_of
 from .meshes import ChosenMesh

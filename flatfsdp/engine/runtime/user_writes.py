@@ -115,7 +115,7 @@ def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
 
 def is_compared(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether the values of kept parameters of `handle` are compared: the same on all ranks."""
-    if not handle.face.is_distributed or handle.precision.gather is not None or handle.options.gathers:
+    if not handle.face.is_distributed or handle.precision.gather is not None or not handle.gathers_elements:
         return False
     if unit.kept.trusted or is_memoryless():
         return False

@@ -135,9 +135,9 @@ def refuse_rows_of_their_class(units: Iterable[Unit], what: str) -> None:
     """
     for unit in units:
         for handle in [handle for handle in unit.handles if not handle.has_memory]:
-            name, hooks = handle.layout.params[0].name, handle.options.gathers[0]
+            name, kept = handle.layout.params[0].name, handle.face.local_of(handle.face.holders[0])
             raise UsageError(
-                f"{what}: parameter {unit.entries.fqn(name)!r} is a {hooks.kind.__name__}, whose class keeps its rows; "
+                f"{what}: parameter {unit.entries.fqn(name)!r} is a {type(kept).__name__}, whose class keeps its rows; "
                 "expected plain elements. Save and load the state dicts of torch.distributed.checkpoint.state_dict, or "
                 "`model.state_dict()`, with torch.distributed.checkpoint; `full_tensor()` of the parameter has the "
                 "whole"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,9 @@ from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..dtensor.data_mesh import DataMesh, DataMeshes
+from ..dtensor.extended_handle import ExtendedOptions, handle_class
+from ..dtensor.gather_extensions import hooks_by_leaf
+from ..dtensor.gather_hooks import GatherHooks, has_gather_hooks
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.clip import serve_torchs_norms
@@ -39,11 +42,9 @@ from ..features.pipelines import serve_stages
 from ..features.post_forward import attach_post_forward_shards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import UnsteppedCheck
-from ..flat.extended_handle import ExtendedHandle
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
-from ..flat.gather_hooks import GatherHooks, has_gather_hooks
 from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
 from ..guards.optimizer_hooks import guard_optimizers
@@ -282,7 +283,7 @@ def _shard(
         leaves = leaves_of(param_refs)
         packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
         parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
-        hooks = {id(each.leaf): found for each in transformed if (found := each.transform.gather_hooks(each.state))}
+        hooks = hooks_by_leaf(transformed)
         valued = [each for each in leaves if not ((its := hooks.get(id(each[0]))) and its.keeps_rows)]
         initial_checksums = InitialChecksums(valued) if config.check_values != "off" else None
         mesh_of = {id(param_ref.leaf): mesh for param_ref, mesh in zip(param_refs, over, strict=True)}
@@ -319,31 +320,31 @@ def _flatten(
         on_meta = its.is_on_meta if its is not None and keeps_rows else leaf.is_meta
         kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, on_meta, keeps_rows, its is not None
         kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
-    mixed = config.mixed_precision
-    of_hooks = replace(mixed, gather_dtype=None) if hooks else mixed  # gather hooks return bytes, not numbers
-    made = [
-        (ExtendedHandle if is_extended else FlatParamHandle).flatten(
+    made = []
+    for (mesh, _, trainable, is_packed_kind, *_, is_extended), members in kinds.items():
+        options = FlatParamOptions(
+            mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
+            offload=config.cpu_offload.offload_params,
+            pin_memory=config.cpu_offload.pin_memory,
+            face=faces([leaf for leaf, _ in members], mesh.mesh),
+            trainable=trainable,
+            packed=is_packed_kind,
+            layout=config.layout,
+        )
+        if is_extended:
+            options = ExtendedOptions.of(options, [hooks[id(leaf)] for leaf, _ in members])
+        handle = handle_class(options).flatten(
             [leaf for leaf, _ in members],
             [path for _, path in members],
             world=mesh.groups.shard.size,
             rank=mesh.groups.shard.rank,
             device=device,
-            options=FlatParamOptions(
-                mixed_precision=MixedPrecision() if is_packed_kind else of_hooks if is_extended else mixed,
-                offload=config.cpu_offload.offload_params,
-                pin_memory=config.cpu_offload.pin_memory,
-                face=faces([leaf for leaf, _ in members], mesh.mesh),
-                trainable=trainable,
-                packed=is_packed_kind,
-                layout=config.layout,
-                gathers=tuple(hooks[id(leaf)] for leaf, _ in members) if is_extended else (),
-            ),
+            options=options,
             tracker=tracker,
             parts=parts,
         )
-        for (mesh, _, trainable, is_packed_kind, *_, is_extended), members in kinds.items()
-    ]
-    return list(zip(made, [mesh for mesh, *_ in kinds], strict=True))
+        made.append((handle, mesh))
+    return made
 
 
 def _fsdp1_faces(config: Config) -> Faces:

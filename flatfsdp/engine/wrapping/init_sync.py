@@ -20,7 +20,7 @@ from ..comm.comm_stats import CommStats
 from ..comm.transport import Transport
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
-from ..flat.gather_hooks import inner_of
+from ..dtensor.gather_hooks import inner_of
 from .exchanges import EXCHANGES
 
 

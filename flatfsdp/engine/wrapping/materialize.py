@@ -22,7 +22,7 @@ from ...errors import ConfigValueError, UsageError, label_of
 from ..comm.axes import serves
 from ..device.fake_tensors import is_memoryless, stand_in
 from ..device.streams import accelerator, concrete
-from ..flat.gather_hooks import has_gather_hooks, rebuilt
+from ..dtensor.gather_hooks import has_gather_hooks, rebuilt
 from ..runtime.unit import Unit
 
 _META = torch.device("meta")

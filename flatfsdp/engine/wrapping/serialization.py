@@ -27,9 +27,9 @@ from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..device.memory import MemoryTracker
+from ..dtensor.extended_handle import handle_class
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
-from ..flat.extended_handle import handle_class
 from ..flat.extensions import Transform, TransformedParam, as_transform
 from ..flat.param_guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of

@@ -31,7 +31,7 @@ from ..base import _dtensor, _torch
 from ..base._torch import storage_uses
 from ..base.fqns import clean, fqn
 from ..device.fake_tensors import is_memoryless
-from ..flat.gather_hooks import has_gather_hooks, inner_of
+from ..dtensor.gather_hooks import has_gather_hooks, inner_of
 from ..flat.param_refs import ParamRef, marks_of
 from ..runtime.module_tree import units_in
 from ..runtime.param_registry import owner_of

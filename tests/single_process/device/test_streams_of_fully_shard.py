@@ -131,7 +131,7 @@ def test_every_wait_is_needed(wait: str, kind: Kind) -> None:
 
 def test_memory_that_hooks_made_goes_back_in_order_with_compute() -> None:
     """And is found where it does not: here it is taken in the order of gathers."""
-    from flatfsdp.engine.flat.extended_handle import OpaqueParam
+    from flatfsdp.engine.dtensor.extended_handle import OpaqueParam
 
     unpack = OpaqueParam.unpack
 

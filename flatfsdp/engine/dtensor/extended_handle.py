@@ -9,6 +9,7 @@ are built from it once, and refilled later. Leaves show their shape meanwhile, w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,14 +23,32 @@ from ..comm.transport import Transport
 from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
+from ..flat.flat_param import FlatParamHandle, FlatParamOptions
+from ..flat.sources import UnshardedParam, UnshardSource
+from ..flat.write_tracker import VERSION
 from ..layout.layout import FlatLayout, ParamSpec
 from ..layout.part import Part
-from .flat_param import FlatParamHandle, FlatParamOptions
 from .gather_hooks import GatherHooks, Input, described, fitting, hollow, listed
-from .sources import UnshardedParam, UnshardSource
-from .write_tracker import VERSION
 
 ALIGN = 16  # bytes: the alignment that kernels expect, and a multiple of the size of every element
+
+
+@dataclass(frozen=True)
+class ExtendedOptions(FlatParamOptions):
+    """The options of a flat parameter with gather hooks.
+
+    Attributes:
+        gathers: the hooks of each parameter.
+    """
+
+    gathers: tuple[GatherHooks, ...] = ()
+
+    @classmethod
+    def of(cls, options: FlatParamOptions, gathers: Sequence[GatherHooks]) -> ExtendedOptions:
+        """`options` with these hooks, which return bytes, so that nothing is quantized in gathers."""
+        plain = {each.name: getattr(options, each.name) for each in fields(options)}
+        plain["mixed_precision"] = replace(options.mixed_precision, gather_dtype=None)
+        return cls(**plain, gathers=tuple(gathers))
 
 
 class OpaqueParam(UnshardedParam):
@@ -186,8 +205,11 @@ class ExtendedSource(UnshardSource):
 
 
 class ExtendedHandle(FlatParamHandle):
-    """A handle whose parameters have gather hooks, `options.gathers` ([Note: opaque bytes]). The classes of all of them
-    keep their rows, or of none ([Note: rows of their class])."""
+    """A handle whose parameters have gather hooks ([Note: opaque bytes]). Their classes all keep their rows, or none does
+    ([Note: rows of their class])."""
+
+    options: ExtendedOptions
+    gathers_elements = False
 
     def __init__(
         self,
@@ -197,7 +219,7 @@ class ExtendedHandle(FlatParamHandle):
         *,
         rank: int,
         device: torch.device,
-        options: FlatParamOptions,
+        options: ExtendedOptions,
         tracker: MemoryTracker,
     ) -> None:
         if (rows := options.gathers[0].rows) is not None:
@@ -213,7 +235,7 @@ class ExtendedHandle(FlatParamHandle):
         world: int,
         rank: int,
         device: torch.device,
-        options: FlatParamOptions,
+        options: ExtendedOptions,  # type: ignore[override]
         tracker: MemoryTracker,
         parts: Mapping[int, Part] = MappingProxyType({}),
     ) -> FlatParamHandle:
@@ -299,7 +321,7 @@ class ExtendedHandle(FlatParamHandle):
 
 def handle_class(options: FlatParamOptions) -> type[FlatParamHandle]:
     """The class of handles with these `options`."""
-    return ExtendedHandle if options.gathers else FlatParamHandle
+    return ExtendedHandle if isinstance(options, ExtendedOptions) else FlatParamHandle
 
 
 def _rows_of(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
