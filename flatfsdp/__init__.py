@@ -8,7 +8,7 @@ from .engine.base.wait_limits import set_collective_timeout
 from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
-from .engine.device.malloc import retain_host_memory
+from .engine.cpu.malloc import retain_host_memory
 from .engine.features.check_replicas import check_replicas
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps

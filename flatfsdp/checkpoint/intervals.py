@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..engine.layout.boxes import Box, boxes_of
 from ..engine.layout.layout import ParamSpec, Span
+from ..engine.state.boxes import Box, boxes_of
 from ..engine.state.owned_interval import OwnedInterval
 
 # The largest buffer in host memory in addition to the tensors themselves, in bytes.

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 from ..engine.base import _torch
 from ..engine.base.plain_data import dtype_named
-from ..engine.layout.boxes import boxes_of
 from ..engine.layout.layout import Span
+from ..engine.state.boxes import boxes_of
 from .nested_state import Path
 from .plan import PlannedInterval
 from .writing import Archives

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from ..engine.base.plain_data import bytes_of, dtype_named
-from ..engine.layout.boxes import runs_of
 from ..engine.layout.layout import Span
+from ..engine.state.boxes import runs_of
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError
 from .disk import Files, disk

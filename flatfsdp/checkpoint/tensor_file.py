@@ -12,8 +12,8 @@ from pathlib import Path as FilePath
 import torch
 
 from ..engine.base.plain_data import bytes_of, name_of
-from ..engine.layout.boxes import runs_of
 from ..engine.layout.layout import ParamSpec, Span
+from ..engine.state.boxes import runs_of
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError
 from . import form

@@ -10,7 +10,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from ...errors import refuse_value
-from ..schedule.conditional import Branch
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A conditional part of a model, to which its units refer. [Note: conditional units]
+
+    Attributes:
+        any_order: whether units may run in any order, and again.
+    """
+
+    any_order: bool = False
+
+    def __str__(self) -> str:
+        return "in any order" if self.any_order else "in order"
 
 
 @dataclass(frozen=True, slots=True)

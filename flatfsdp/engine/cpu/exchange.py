@@ -36,9 +36,9 @@ from ...errors import UsageError
 from ..base import _torch
 from ..comm.pieces import Row
 from ..comm.process_group_transport import OtherCollectiveError
-from ..device.malloc import retains_host_memory
 from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
+from .malloc import retains_host_memory
 from .operations import AllToAll, Gather, Operation, Sum
 from .peers import Peer
 from .segments import MemorySegment

@@ -6,12 +6,12 @@ from torch import nn
 
 from ...api import check_bool
 from ...errors import ConfigValueError, refuse_type
+from ..config.schedule_options import Branch
 from ..config.unit_options import NO_TARGETS, PrefetchTargets
 from ..runtime.model import model_of
 from ..runtime.module_tree import nesting, units_in
 from ..runtime.rest import check_outside
 from ..runtime.unit import Unit
-from ..schedule.conditional import Branch
 from .conditional_units import attach_conditional_units
 
 _FUNCTION = "ensure_unit_participation"

@@ -20,10 +20,10 @@ from ...errors import UsageError
 from ..agreement.collective_calls import meet
 from ..base import _torch
 from ..base.wait_limits import blocked
-from ..layout.boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
 from ..layout.layout import ParamSpec, Span
 from ..layout.part import Part
 from ..watchdog.regions import expecting
+from .boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -16,8 +16,8 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import export_safetensors, load_safetensors
 from flatfsdp.checkpoint.disk import through
-from flatfsdp.engine.layout.boxes import boxes_of, runs_of
 from flatfsdp.engine.layout.layout import ParamSpec, Span
+from flatfsdp.engine.state.boxes import boxes_of, runs_of
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError
 from tests.distributed.state.optim.test_optim_state import Corners
 from tests.harness import inspect

@@ -28,14 +28,13 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.comm.pieces import Row, rows_of
 from flatfsdp.engine.cpu import exchange as outboxes
-from flatfsdp.engine.cpu import peers
+from flatfsdp.engine.cpu import malloc, peers
 from flatfsdp.engine.cpu.chunks import ChunkStream
 from flatfsdp.engine.cpu.collectives import SharedMemoryExchange
 from flatfsdp.engine.cpu.exchange import Attendant
 from flatfsdp.engine.cpu.groups import connect, over_gloo, shares
 from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.cpu.segments import MemorySegment
-from flatfsdp.engine.device import malloc
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
 from tests.conftest import Run

@@ -161,7 +161,6 @@ ENGINE = Path(flatfsdp.__file__).parent / "engine"
 OFF = {
     "features/": 2,
     "runtime/turns.py": 2,
-    "schedule/conditional.py": 0,
     "flat/deferred_grad.py": 0,
 }
 

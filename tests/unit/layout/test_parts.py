@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from flatfsdp.engine.layout.boxes import boxes_of_whole, runs_of_whole
 from flatfsdp.engine.layout.layout import ParamSpec, Span
 from flatfsdp.engine.layout.part import Part, chunk, joined, shown_elsewhere, strided_chunk
+from flatfsdp.engine.state.boxes import boxes_of_whole, runs_of_whole
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 17])

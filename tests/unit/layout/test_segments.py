@@ -11,8 +11,8 @@ from math import prod
 import pytest
 import torch
 
-from flatfsdp.engine.layout.boxes import boxes_of
 from flatfsdp.engine.layout.layout import FlatLayout, Owned, ParamSpec, Segment, Span
+from flatfsdp.engine.state.boxes import boxes_of
 from flatfsdp.errors import ConfigValueError, InternalError
 
 Cell = tuple[int, int] | None  # (parameter, element of it), None for padding

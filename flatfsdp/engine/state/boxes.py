@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from .layout import ParamSpec, Span
+from ..layout.layout import ParamSpec, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from math import prod
 import pytest
 import torch
 
-from flatfsdp.engine.layout.boxes import boxes_of
 from flatfsdp.engine.layout.layout import ParamSpec, Span
+from flatfsdp.engine.state.boxes import boxes_of
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
