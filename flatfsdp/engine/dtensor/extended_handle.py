@@ -205,8 +205,8 @@ class ExtendedSource(UnshardSource):
 
 
 class ExtendedHandle(FlatParamHandle):
-    """A handle whose parameters have gather hooks ([Note: opaque bytes]). Either all of their classes keep their rows, or
-    none does ([Note: rows of their class])."""
+    """A handle whose parameters have gather hooks ([Note: opaque bytes]). Either all of their classes keep their rows,
+    or none does ([Note: rows of their class])."""
 
     options: ExtendedOptions
     gathers_elements = False
