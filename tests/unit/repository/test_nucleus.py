@@ -12,7 +12,7 @@ LEAKS = frozenset(
     agreement/ops agreement/rank_exchange
     """.split()
 )
-LINES, FILES = 16_000, 90  # at most; the goals are 10,000 and 60
+LINES, FILES = 14_600, 74  # at most; the goals are 10,000 and 60
 
 
 def package_of(file: str) -> str:
