@@ -25,6 +25,12 @@ if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 
 from tests.harness import sharing, thorough  # noqa: E402
 
+TIERS = {  # a test belongs to the first of these in which it can fail
+    "unit": "no process group",
+    "single_process": "one rank of a simulated job",
+    "distributed": "ranks in a pool of processes",
+    "process": "programs in separate processes",
+}
 Run = Callable[..., list[Any]]  # run(fn, *args, timeout=120, **kwargs): every rank's result
 
 
@@ -36,11 +42,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     sharing.register(config)
     thorough.register(config)
+    for tier, meaning in TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: {meaning}")
     config.addinivalue_line(
         "markers", "ranks(world, fn, *args, of=[], in_folder=False, **kwargs): the job of `tests.harness.fresh`"
     )
     # FutureWarning is an error by the settings in pyproject.toml; this is the other form that torch uses.
     config.addinivalue_line("filterwarnings", r"error::DeprecationWarning:torch\.distributed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test has one tier."""
+    wrong = {item.path.name for item in items if sum(map(bool, map(item.get_closest_marker, TIERS))) != 1}
+    if wrong:
+        raise pytest.UsageError(f"pytestmark of these files has no tier, or several, of {[*TIERS]}: {sorted(wrong)}")
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Rewrites the parts of docs/internals that are made from the code: the walked step, states, notes, imports.
+"""Rewrites the parts of docs/internals that are made from the code: the walked step, states, notes, imports, tests.
 
     .venv/bin/python -m tools.internals [--check]
 
@@ -27,10 +27,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatfsdp
+from tests.conftest import TIERS
 from tests.golden import traces
 from tests.harness import inspect
 from tests.harness.fake import fake_world
-from tests.unit.repository import test_layering as layering
+from tests.repository import test_layering as layering
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "flatfsdp"
@@ -331,6 +332,26 @@ def index_of_notes() -> str:
     )
 
 
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+TESTS = ROOT / "tests"
+TIER = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(TIERS)})\b", re.MULTILINE)
+
+
+def index_of_tests() -> str:
+    """A table for each capability: its files, their tiers, the first sentences of their docstrings."""
+    rooms: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text, file = path.read_text(), path.relative_to(TESTS)
+        tier, words = TIER.search(text), first_sentence(ast.get_docstring(ast.parse(text)) or "")
+        assert tier is not None and words, f"{path} has no tier, or no docstring"
+        name = "/".join(file.parts[1:]).removesuffix(".py")
+        rooms[file.parts[0]].append(f"| `{name}` | {tier[1]} | {words.replace('|', chr(92) + '|')}. |")
+    return "\n\n".join(
+        f"## {room}\n\n| file | tier | behavior |\n|---|---|---|\n" + "\n".join(rows) for room, rows in rooms.items()
+    )
+
+
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +437,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "fully_shard": lambda: difference("fully_shard", "wrapper"),
     "notes": index_of_notes,
     "packages": packages,
+    "tests": index_of_tests,
     **{f"steps of {name}": machine(name) for name in inspect.STATE_MACHINES},
     "combinations": combinations,
 }

@@ -1,4 +1,4 @@
-"""Runs the programs of tests/process/programs/frameworks, each on torch's FSDP1 or FSDP2 and under
+"""Runs the programs of tests/programs/frameworks, each on torch's FSDP1 or FSDP2 and under
 `flatfsdp.as_torch`, and the tests that need torchao. Writes a dated table of how programs compare, and whether these
 tests pass: tools/bench_results/programs.json and .md. Rows of programs that do not run this time stay. `tools/programs`
 calls it in the right environment."""
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.programs import ROOT, WORDS, Case, ProgramError, exit_code_of, run
-from tests.process.programs.frameworks.cases import CASES
+from tests.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
     "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao",
 )  # fmt: skip
 # Tests that are skipped where this package is not installed, by the name of their row.
-TESTS = {"torchao: tests of float8": "tests/distributed/fully_shard/test_torchao.py"}
+TESTS = {"torchao: tests of float8": "tests/fully_shard/test_torchao.py"}
 
 
 def row_of_tests(name: str, limit: float) -> dict[str, Any]:

@@ -44,11 +44,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "random_runs.jsonl"
 FILES = {
     "models": (
-        "tests/distributed/runtime/test_random_models.py",
-        "tests/distributed/runtime/test_random_arguments.py",
-        "tests/distributed/fully_shard/test_random_models.py",
+        "tests/runtime/test_random_models.py",
+        "tests/runtime/test_random_arguments.py",
+        "tests/fully_shard/test_random_models.py",
     ),
-    "programs": ("tests/distributed/runtime/test_random_programs.py",),
+    "programs": ("tests/runtime/test_random_programs.py",),
 }
 BLOCK = 10_000  # seeds of a test, before those of the next one: each draws models that no other has
 WORDS = 6000  # of a report of a failure that are kept
@@ -318,7 +318,7 @@ def report(results: dict[Seed, Result], asked: list[Seed], command: str) -> str:
         own = [row for row in rows if row.test == test]
         counts = [sum(row.world == world for row in own) for world in (2, 3, 4)]
         counts += [sum(row.outcome == name for row in own) for name in ("right", "refused", "skipped", "failed")]
-        name = test.removeprefix("tests/distributed/")
+        name = test.removeprefix("tests/")
         numbers = " | ".join(f"{number:,}" for number in (len(own), *counts))
         lines.append(f"| {name} | {numbers} | {sum(row.seconds for row in own) / 60:.1f} |")
     lines += [f"\nFailed: `{row.key}`" for row in rows if not row.is_good]

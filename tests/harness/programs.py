@@ -1,5 +1,5 @@
 """Runs a program of another framework on new ranks, on torch's FSDP and under `flatfsdp.as_torch`, and compares the
-outcomes that it wrote (`tests/process/programs/frameworks/outcome`)."""
+outcomes that it wrote (`tests/programs/frameworks/outcome`)."""
 
 from __future__ import annotations
 

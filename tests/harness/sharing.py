@@ -23,20 +23,20 @@ from typing import IO
 import pytest
 
 WAIT = 0.2  # seconds between polls of the other processes, when this one has nothing left to do
-SPREAD = "process", "distributed"  # folders
+SPREAD = "process", "distributed"  # tiers
 LONGEST = "test_train.py", "test_notes.py"  # what begins last should be short
 QUIET = ("-p", "no:cacheprovider", "--processes", "1")
 
 
 def in_turn(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
-    """The tests of each file, in the order in which files begin: the longest, then `tests/process` spread evenly over
-    `tests/distributed`, then the others."""
+    """The tests of each file, in the order in which files begin: the longest, then those of the tier `process` spread
+    evenly over those of `distributed`, then the others."""
     files = [list(of_file) for _, of_file in groupby(items, key=lambda item: item.path)]
-    folders = [next((each for each in SPREAD if each in of_file[0].path.parts), "") for of_file in files]
+    tiers = [next((each for each in SPREAD if of_file[0].get_closest_marker(each)), "") for of_file in files]
     place: dict[int, float] = {}
-    for number, (of_file, folder) in enumerate(zip(files, folders, strict=True)):
-        among = [each for each, other in enumerate(folders) if other == folder]
-        place[number] = among.index(number) / len(among) if folder else 1
+    for number, (of_file, tier) in enumerate(zip(files, tiers, strict=True)):
+        among = [each for each, other in enumerate(tiers) if other == tier]
+        place[number] = among.index(number) / len(among) if tier else 1
         if of_file[0].path.name in LONGEST:
             place[number] = -1
     return [files[number] for number in sorted(place, key=lambda number: place[number])]

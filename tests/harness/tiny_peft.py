@@ -1,5 +1,5 @@
 """A model with low-rank adapters that has the names, the attributes and the saved files of PEFT's `PeftModel`, without
-PEFT. `tests/distributed/trainer/test_adapter_files.py` compares both where PEFT is installed."""
+PEFT. `tests/trainer/test_adapter_files.py` compares both where PEFT is installed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""`requires_grad` changed between steps, on all ranks; on one only: tests/agreement/test_ranks_that_part.py."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.watchdog.store import StoreClient
+from tests.conftest import Run
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 15
+
+
+class Game(nn.Module):
+    """Two players that are trained in turns."""
+
+    skips_second = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return x if self.skips_second else self.second(x)
+
+
+def wrapped(strategy: str, use_orig_params: bool) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        Game(), auto_wrap_policy={nn.Linear}, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def freeze_in_turn(net: nn.Module, step: int, length: int = 1) -> None:
+    seconds = step % (length + 1) == length
+    net.first.requires_grad_(not seconds)
+    net.second.requires_grad_(seconds)
+
+
+def in_turns(rank: int, world: int, strategy: str, use_orig_params: bool, length: int) -> tuple[list[int], bool]:
+    """Requests to the store of the main thread in each step, and whether parameters are those of one process."""
+    model, alone = wrapped(strategy, use_orig_params), Game()
+    ours, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone))
+    requests, reachable, main = [0] * STEPS, StoreClient._reachable, threading.main_thread()
+
+    def counted(stores: StoreClient) -> Any:
+        requests[step] += threading.current_thread() is main
+        return reachable(stores)
+
+    with patch.object(StoreClient, "_reachable", counted):
+        for step in range(STEPS):
+            freeze_in_turn(model.module, step, length)
+            freeze_in_turn(alone, step, length)
+            model(batch(rank, step)).square().mean().backward()
+            for of in range(world):
+                (alone(batch(of, step)).square().mean() / world).backward()
+            for optimizer in ours, plain:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = model.state_dict()
+    return requests, all(torch.allclose(found[name], each) for name, each in alone.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(("use_orig_params", "length"), [(True, 1), (False, 1), (True, 4)])
+def test_players_in_turns_cost_nothing_once_learned(
+    pool2: Run, strategy: str, use_orig_params: bool, length: int
+) -> None:
+    """Nothing is exchanged from the third period on, however long the periods are."""
+    for requests, right in pool2(in_turns, strategy, use_orig_params, length):
+        assert right
+        assert requests[length] and not any(requests[2 * (length + 1) :]), requests

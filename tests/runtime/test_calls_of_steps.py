@@ -1,0 +1,233 @@
+"""Python calls that the engine adds to a training step: how many of each unit, and how many of the step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from tests.harness import inspect
+from tests.harness.calls import calls_by_file, calls_of
+from tests.harness.fake import fake_world
+
+pytestmark = pytest.mark.single_process
+
+WIDTH = 6
+FEW, MANY = 3, 7  # units
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Small(nn.Module):
+    """A block of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).relu()
+
+
+def network(blocks: int, block: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *[block() for _ in range(blocks)])
+
+
+def calls_after_some(step: Callable[[], object]) -> int:
+    for _ in range(6):  # one-time work, and checks of the first steps
+        step()
+    return calls_of(step)
+
+
+@lru_cache
+def calls_of_a_plain_step(blocks: int, clips: bool, block: type[nn.Module]) -> int:
+    model = network(blocks, block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return calls_after_some(step)
+
+
+def calls_of_a_step(blocks: int, clips: bool, block: type[nn.Module] = Block, **options: Any) -> int:
+    """Calls that a wrapped model's step adds to one of the same model alone, while no other one is alive."""
+    plain = calls_of_a_plain_step(blocks, clips, block)
+    model = FullyShardedDataParallel(network(blocks, block), auto_wrap_policy={block}, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        if clips:
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return calls_after_some(step) - plain
+
+
+# For each unit, and for each step in addition: they may become fewer, and more only for a reason.
+MOST = {
+    ("FULL_SHARD", False): (219, 434),
+    ("FULL_SHARD", True): (230, 460),
+    ("SHARD_GRAD_OP", False): (197, 434),
+    ("NO_SHARD", False): (212, 404),
+    ("NO_SHARD", True): (221, 397),
+}
+MOST_OF_TWO_TENSORS = 219
+
+
+@pytest.mark.parametrize(("strategy", "clips"), MOST)
+def test_calls_of_units_and_steps(strategy: str, clips: bool) -> None:
+    with fake_world(2):
+        _, few, many = (  # the first does the one-time work
+            calls_of_a_step(blocks, clips, sharding_strategy=strategy, use_orig_params=True)
+            for blocks in (1, FEW, MANY)
+        )
+    of_a_unit = (many - few) / (MANY - FEW)
+    of_a_step = few - FEW * of_a_unit
+    most_of_a_unit, most_of_a_step = MOST[strategy, clips]
+    assert of_a_unit <= most_of_a_unit and of_a_step <= most_of_a_step, (of_a_unit, of_a_step)
+
+
+def test_a_unit_of_two_tensors_takes_few_calls_in_a_step() -> None:
+    with fake_world(8):
+        few, many = (calls_of_a_step(blocks, False, Small, use_orig_params=True) for blocks in (FEW, MANY))
+    of_a_unit = (many - few) / (MANY - FEW)
+    assert of_a_unit <= MOST_OF_TWO_TENSORS, of_a_unit
+
+
+# Of a unit of four tensors in a step, without its optimizer's: flat, in rows, and as DTensors.
+MOST_OF_FRONTS = {"flat": 229, "rows": 268, "fully_shard": 283}
+MOST_OF_A_FUSED_STEP = 307  # of fully_shard, the optimizer's calls included
+
+
+@lru_cache
+def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
+    net: Any = network(blocks, Block)
+    if front == "fully_shard":
+        for module in [*net[1:], net]:
+            flatfsdp.fully_shard(module)
+    elif front != "none":
+        kind: Any = front
+        net = FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True, layout=kind)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if fused:
+        flatfsdp.fuse_optimizer_steps(optimizer)
+
+    def step() -> None:
+        net(torch.ones(2, WIDTH)).sum().backward()
+        if fused:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    return calls_after_some(step)
+
+
+def of_a_unit(front: str, **how: bool) -> float:
+    with fake_world(2):
+        _, few, many = (calls_under(front, blocks, **how) for blocks in (1, FEW, MANY))
+        _, plainly, plainly_many = (calls_under("none", blocks) for blocks in (1, FEW, MANY))
+    return (many - few - plainly_many + plainly) / (MANY - FEW)
+
+
+def test_rows_and_dtensors_take_at_most_a_quarter_more_calls() -> None:
+    found = {front: of_a_unit(front) for front in MOST_OF_FRONTS}
+    assert all(found[front] <= most for front, most in MOST_OF_FRONTS.items()), found
+    assert max(found.values()) <= 1.25 * found["flat"], found
+    assert (fused := of_a_unit("fully_shard", fused=True)) <= MOST_OF_A_FUSED_STEP, fused
+
+
+ENGINE = Path(flatfsdp.__file__).parent / "engine"
+# Files for features only: the calls of a step into them while all features are off, for any number of units.
+OFF = {
+    "features/": 2,
+    "runtime/turns.py": 2,
+    "flat/deferred_grad.py": 0,
+}
+
+
+@lru_cache
+def files_of_a_step(blocks: int, *, observed: bool = True) -> Counter[str]:
+    """Calls by file of the engine, without any feature that users switch on."""
+    net = network(blocks, Block)
+    with fake_world(2):
+        model = FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if not observed:
+            inspect.drop_observers(model, all_of_them=True)
+
+        def step() -> None:
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step()
+        return calls_by_file(step)
+
+
+@pytest.mark.parametrize("path", OFF)
+def test_a_feature_that_is_off_takes_no_calls_of_a_unit(path: str) -> None:
+    files_of_a_step(1)  # does the one-time work
+    few, many = (
+        sum(count for file, count in files_of_a_step(blocks).items() if file.startswith(f"{ENGINE}/{path}"))
+        for blocks in (FEW, MANY)
+    )
+    assert few == many <= OFF[path], (few, many)
+    assert ENGINE.joinpath(path).exists()
+
+
+def test_without_the_sites_where_features_attach_a_unit_takes_as_many_calls() -> None:
+    attached, none = (
+        [sum(files_of_a_step(blocks, observed=observed).values()) for blocks in (1, FEW, MANY)][1:]
+        for observed in (True, False)
+    )
+    assert attached[1] - attached[0] == none[1] - none[0], (attached, none)
+
+
+def test_a_checkpoint_more_takes_as_many_calls_in_a_deep_model() -> None:
+    class Deep(nn.Module):
+        def __init__(self, blocks: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    def calls(blocks: int) -> int:
+        model = FullyShardedDataParallel(Deep(blocks), auto_wrap_policy={Block}, use_orig_params=True)
+
+        def step() -> None:
+            model(torch.ones(2, WIDTH)).sum().backward()
+
+        for _ in range(4):
+            step()
+            model.zero_grad()
+        return calls_of(step)
+
+    with fake_world(2):
+        few, some, many = (calls(blocks) for blocks in (4, 8, 40))
+    assert (many - some) / 32 <= (some - few) / 4 + 1, (few, some, many)

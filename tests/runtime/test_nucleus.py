@@ -1,0 +1,43 @@
+"""The nucleus of the engine trains with every other package blocked from import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.nucleus_alone import BESIDE, NUCLEUS
+from tests.repository.test_nucleus import LEAKS
+from tests.trainer.test_train import environment
+
+pytestmark = pytest.mark.process
+
+# The packages of the imports that leak, and what these import in turn.
+LEAKING = sorted({name.partition("/")[0] for name in LEAKS} | {"watchdog"})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_nucleus_trains_alone(world: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.harness.nucleus_alone"]
+    root = Path(__file__).resolve().parents[2]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tmp_path / "store"), *LEAKING],
+            cwd=root,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [each.communicate(timeout=300)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    expected = " ".join(["imported:", *sorted(NUCLEUS | BESIDE | {*LEAKING})])
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0 and output.splitlines()[-1] == expected, output

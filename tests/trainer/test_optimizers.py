@@ -1,0 +1,304 @@
+"""Optimizers and schedulers that the trainer makes of its arguments, over sharded parameters."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, checkpoint
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
+from flatfsdp.trainer.arguments import NOT_BY_NAME, OPTIMIZERS, TrainingArguments
+from flatfsdp.trainer.optimizers import make_optimizer, make_scheduler, options_kept
+from tests.conftest import Run
+from tests.harness.fake import fake_world
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        self.down = nn.Linear(6, 2, bias=False)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.frozen(self.down(self.norm(self.up(x))))
+        return out
+
+
+def wrapped(**options: Any) -> FullyShardedDataParallel:
+    torch.manual_seed(0)
+    return FullyShardedDataParallel(Net(), auto_wrap_policy={nn.LayerNorm}, **{"use_orig_params": True, **options})
+
+
+def decaying(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The weight decay of each parameter that the optimizer holds."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+
+
+def plain(steps: int | None = None, **arguments: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer that nothing shards, and the scheduler of these arguments."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=arguments.get("lr", 1e-3))
+    return optimizer, make_scheduler(optimizer, TrainingArguments(**arguments), steps)
+
+
+def rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:
+    """The learning rates of the next steps."""
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+# optimizers
+
+
+def test_matrices_decay_and_vectors_do_not_whatever_a_rank_has_of_them() -> None:
+    for rank in range(3):
+        with fake_world(3, rank):
+            model = wrapped()
+            found = decaying(model, make_optimizer(model, TrainingArguments(weight_decay=0.1)))
+            expected = {"up.weight": 0.1, "up.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0, "down.weight": 0.1}
+            assert found == expected
+            shapes = {name: tuple(shape) for name, shape in flatfsdp.unsharded_shapes(model).items()}
+            assert shapes == {name: tuple(parameter.shape) for name, parameter in Net().named_parameters()}
+
+
+def test_a_flat_parameter_decays_as_a_whole() -> None:
+    with fake_world(2):
+        model = wrapped(use_orig_params=False)
+        optimizer = make_optimizer(model, TrainingArguments(weight_decay=0.1))
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        (group,) = optimizer.param_groups
+        assert (group["weight_decay"], group["params"]) == (0.1, trainable)
+
+
+def test_every_optimizer_of_torch_is_named_or_refused_with_a_reason() -> None:
+    found = {
+        name.lower()
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    assert found - {"muon"} == set(OPTIMIZERS) | set(NOT_BY_NAME) - {"muon"}
+
+
+def _step_of_each(rank: int, world: int) -> dict[str, bool]:
+    """Whether a step of every named optimizer on shards equals its step on the whole model."""
+    same = {}
+    for name, kind in OPTIMIZERS.items():
+        for in_backward in (False, True) if name in ("adamw", "sgd") else (False,):
+            arguments = TrainingArguments(optimizer=name, lr=0.05, weight_decay=0.01, optimizer_in_backward=in_backward)
+            torch.manual_seed(0)
+            reference = Net()
+            options = {"weight_decay": 0.01} if name != "rprop" else {}
+            matrices = [p for p in reference.parameters() if p.requires_grad and p.dim() > 1]
+            vectors = [p for p in reference.parameters() if p.requires_grad and p.dim() == 1]
+            groups = [{"params": matrices, **options}, {"params": vectors, **dict.fromkeys(options, 0.0)}]
+            alone = kind(groups, lr=0.05)
+            model = wrapped()
+            sharded = make_optimizer(model, arguments)
+            for step in range(3):
+                x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+                for net, optimizer in ((reference, alone), (model, sharded)):
+                    net(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with FullyShardedDataParallel.summon_full_params(model):
+                pairs = zip(model.parameters(), reference.parameters(), strict=True)
+                same[f"{name}, {in_backward}"] = all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+    return same
+
+
+def test_every_named_optimizer_gives_the_numbers_of_one_process(pool2: Run) -> None:
+    for same in pool2(_step_of_each):
+        assert len(same) == len(OPTIMIZERS) + 2
+        assert not [name for name, equal in same.items() if not equal]
+
+
+def test_a_function_gets_what_it_takes() -> None:
+    seen: list[Any] = []
+
+    def without_decay(params: Any, momentum: float) -> torch.optim.Optimizer:
+        seen.extend((list(params), momentum))
+        return torch.optim.SGD(seen[0], lr=0.3, momentum=momentum)
+
+    with fake_world(1):
+        model = wrapped()
+        arguments = TrainingArguments(optimizer=without_decay, optimizer_options={"momentum": 0.5})
+        optimizer = make_optimizer(model, arguments)
+    assert [type(each) for each in seen[0]] == [nn.Parameter] * 5
+    assert (seen[1], optimizer.param_groups[0]["lr"]) == (0.5, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "complaint"),
+    [
+        ({"optimizer_options": {"beta": 1}}, ConfigValueError, "AdamW takes no option 'beta'. Did you mean 'betas'?"),
+        ({"optimizer_options": {"eps": -1}}, ConfigValueError, "Invalid epsilon value: -1"),
+        ({"optimizer": "rprop", "weight_decay": 0.5}, ConfigValueError, "weight_decay: got 0.5, but the class Rprop"),
+        ({"optimizer": "torch.optim:nosuch"}, ConfigValueError, "optimizer: torch.optim has no 'nosuch'"),
+        ({"optimizer": "math:pi"}, ConfigTypeError, "optimizer: math:pi is 3.14159"),
+        ({"optimizer": lambda params: params}, ConfigTypeError, "Accepted: a torch.optim.Optimizer."),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_be_made_is_reported(
+    arguments: dict[str, Any], kind: type[FlatFSDPError], complaint: str
+) -> None:
+    with fake_world(2), pytest.raises(kind) as error:
+        make_optimizer(wrapped(), TrainingArguments(**arguments))
+    assert complaint in str(error.value)
+
+
+def test_a_model_without_trainable_parameters_is_reported() -> None:
+    with fake_world(2), pytest.raises(ConfigValueError, match="no parameter of the model is trainable"):
+        make_optimizer(FullyShardedDataParallel(Net().requires_grad_(False)), TrainingArguments())
+
+
+def _groups_after(rank: int, world: int, folder: str, weight_decay: float) -> list[tuple[float, int]]:
+    """Weight decay and number of parameters by group, after a load of a state saved with another weight decay."""
+    model = wrapped()
+    checkpoint.save(folder, model=model, optimizer=make_optimizer(model, TrainingArguments(weight_decay=0.3)))
+    arguments = TrainingArguments(weight_decay=weight_decay)
+    optimizer = make_optimizer(model, arguments)
+    with options_kept(optimizer, arguments):
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+    return [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+
+
+def test_a_checkpoint_goes_into_a_run_of_another_weight_decay(pool2: Run, tmp_path: Path) -> None:
+    for weight_decay in (0.0, 0.1):
+        groups = pool2(_groups_after, str(tmp_path / str(weight_decay)), weight_decay)
+        assert groups == [[(weight_decay, 2), (0.0, 3)]] * 2
+
+
+def test_what_this_run_was_given_counts_after_a_load() -> None:
+    with fake_world(2):
+        model = wrapped()
+        old = make_optimizer(model, TrainingArguments(weight_decay=0.5, optimizer_options={"eps": 1e-3})).state_dict()
+        arguments = TrainingArguments(weight_decay=0.1, optimizer_options={"betas": [0.5, 0.6]})
+        optimizer = make_optimizer(model, arguments)
+        with options_kept(optimizer, arguments):
+            optimizer.load_state_dict(old)
+        groups = [(group["weight_decay"], *group["betas"], group["eps"]) for group in optimizer.param_groups]
+        assert groups == [(0.1, 0.5, 0.6, 1e-3), (0.0, 0.5, 0.6, 1e-3)]
+
+
+# schedulers
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, 0.853553, 0.5, 0.146447]),
+        ("wsd", [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_courses(name: str, expected: list[float]) -> None:
+    assert rates(*plain(4, scheduler=name, lr=1), 4) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_warmup_rises_to_the_highest_rate_and_no_step_is_for_nothing() -> None:
+    found = rates(*plain(10, scheduler="linear", warmup=0.4, lr=1), 11)
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0.0])
+
+
+def test_a_rate_that_stays_then_decays_to_the_least() -> None:
+    found = rates(*plain(10, scheduler="wsd", decay=0.5, lr=1, min_lr=0.2), 11)
+    assert found == pytest.approx([1, 1, 1, 1, 1, 1, 0.84, 0.68, 0.52, 0.36, 0.2])
+
+
+def test_a_warmup_in_steps() -> None:
+    found = rates(*plain(8, scheduler="linear", warmup_steps=3, lr=1), 9)
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    assert rates(*plain(2, scheduler="linear", warmup_steps=4, lr=1), 2) == pytest.approx([0.2, 0.4])
+    assert rates(*plain(None, scheduler="linear", warmup_steps=1, lr=1), 2) == pytest.approx([0.5, 1.0])
+
+
+def test_a_run_limited_by_the_clock_follows_the_share_that_it_is_given() -> None:
+    optimizer, scheduler = plain(None, scheduler="linear", warmup=0.5, lr=1)
+    found = []
+    for done in (0.25, 0.5, 0.75, 1.0, 1.5):
+        optimizer.step()
+        scheduler.done = done
+        scheduler.step()
+        found += scheduler.get_last_lr()
+    assert found == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0], abs=1e-3)
+    both = plain(10, scheduler="linear", lr=1)[1]
+    both.done = 0.5
+    assert both.factor(both.last_epoch) == 0.5
+
+
+def test_a_resumed_course_goes_on_with_this_runs_steps_and_rate() -> None:
+    whole = rates(*plain(8, lr=1), 8)
+    optimizer, scheduler = plain(8, lr=1)
+    assert rates(optimizer, scheduler, 3) == whole[:3]
+    saved = optimizer.state_dict(), scheduler.state_dict()
+    optimizer, scheduler = plain(8, lr=1)
+    optimizer.load_state_dict(saved[0])
+    scheduler.load_state_dict(saved[1])
+    assert rates(optimizer, scheduler, 5) == whole[3:]
+
+    optimizer, scheduler = plain(6, scheduler="linear", lr=10)
+    optimizer.load_state_dict(saved[0])
+    scheduler.load_state_dict(saved[1])
+    assert rates(optimizer, scheduler, 3) == pytest.approx([5.0, 10 / 3, 5 / 3])
+
+
+def test_a_function_makes_the_scheduler_of_the_number_of_steps() -> None:
+    def halving(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+        return StepLR(optimizer, steps // 2, gamma=0.5)
+
+    assert rates(*plain(4, scheduler=halving, lr=1), 4) == [1.0, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "steps", "complaint"),
+    [
+        (lambda optimizer, steps: None, None, "needs the number of steps, but this run is limited only by"),
+        (lambda optimizer, steps: steps, 3, "returned 3 (int). Accepted: an LRScheduler of torch."),
+        ("math:pi", 3, "scheduler: math:pi is 3.14"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_made_is_reported(scheduler: Any, steps: int | None, complaint: str) -> None:
+    with pytest.raises(FlatFSDPError) as error:
+        plain(steps, scheduler=scheduler)
+    assert complaint in str(error.value)
+
+
+def _trained(rank: int, world: int, in_backward: bool) -> list[float]:
+    warnings.simplefilter("error")  # of steps in the wrong order, as torch counts them
+    arguments = TrainingArguments(lr=0.1, optimizer_in_backward=in_backward, scheduler="linear")
+    model = wrapped()
+    optimizer = make_optimizer(model, arguments)
+    scheduler = make_scheduler(optimizer, arguments, 4)
+    losses = []
+    for step in range(4):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_schedule_is_followed_by_an_optimizer_in_the_backward_without_a_warning(pool2: Run) -> None:
+    after, inside = pool2(_trained, False)[0], pool2(_trained, True)[0]
+    assert after == inside
+    assert after[-1] < after[0]
