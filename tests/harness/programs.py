@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests" / "process" / "programs" / "frameworks"
+PROGRAMS = ROOT / "tests" / "programs" / "frameworks"
 WORDS = 6000  # characters of a failed program's output
 
 
