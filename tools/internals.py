@@ -304,7 +304,9 @@ def difference(front: str, other: str) -> str:
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 NOTE = re.compile(
-    r"^\s*(?:# )?\[Note: ([^]\n]+)\](?: (?=\S)|\n(?!\s*\"\"\"))(.*(?:\n(?!\s*(?:#\s*)?\n|\s*\"\"\").+)*)", re.MULTILINE
+    r"^\s*\[Note: ([^]\n]+)\](?: (?=\S)|\n(?!\s*\"\"\"))(.*(?:\n(?!\s*\n|\s*\"\"\").+)*)"
+    r"|^\s*# \[Note: ([^]\n]+)\] ?(.*(?:\n\s*# .+)*)",
+    re.MULTILINE,
 )
 
 
@@ -312,9 +314,9 @@ def notes() -> Iterator[tuple[str, str, str]]:
     """(file, name, first sentence) of every note of the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for found in NOTE.finditer(path.read_text()):
-            words = re.sub(r"\n\s*# ?", "\n", re.sub(r"\n\s*", "\n", found[2]))
+            words = re.sub(r"\n\s*# ?", "\n", re.sub(r"\n\s*", "\n", found[2] or found[4]))
             words = first_sentence(re.sub(r"\n[-*] .*", "", words, flags=re.DOTALL))
-            yield path.relative_to(PACKAGE).as_posix(), found[1], words
+            yield path.relative_to(PACKAGE).as_posix(), found[1] or found[3], words
 
 
 def index_of_notes() -> str:
