@@ -1,5 +1,5 @@
 """Two models around one sharded backbone, as an actor and a critic: whichever of the three is called first, and however
-steps alternate, they train like one process."""
+steps alternate, they train like one process. [Note: several roots]"""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ class Top(nn.Module):
 Three = tuple[nn.Module, nn.Module, nn.Module]
 
 
-def build(front: str = "") -> Three:
-    """(actor, critic, backbone); of other numbers of units."""
+def build(front: str = "", *, first: bool = False) -> Three:
+    """(actor, critic, backbone); of other numbers of units. `first`: the backbone gets the inputs, which need no
+    gradients: its part of a backward has no end that a hook could see."""
     torch.manual_seed(0)
     backbone: nn.Module = nn.Sequential(Block(), Block())
-    actor, critic = Top(backbone, 3, 1), Top(backbone, 1, 2)
+    actor, critic = (Top(backbone, 3, 0), Top(backbone, 1, 0)) if first else (Top(backbone, 3, 1), Top(backbone, 1, 2))
     if front == "fully_shard":
         for module in (*backbone, backbone, *actor.own, actor, *critic.own, critic):
             fully_shard(module)
@@ -76,6 +77,15 @@ def losses(models: Three, name: str, x: Tensor) -> Iterator[Tensor]:
         yield backbone(x).square().mean()
     elif name == "together":
         yield critic(x).square().mean() + actor(x).sin().mean()
+    elif name == "crossed":
+        first, second = actor(x), critic(x)
+        yield second.square().mean()
+        yield first.sin().mean()
+    elif name == "evaluated":
+        value = critic(x)
+        with torch.no_grad():
+            y = actor(x)
+        yield (value * (1 - y[:, :1])).mean()
     else:  # "between"
         y = actor(x)
         with torch.no_grad():
@@ -93,8 +103,8 @@ def state(model: nn.Module, front: str) -> dict[str, Tensor]:
     return {plain(name): whole(value) for name, value in model.state_dict().items()}
 
 
-def train(rank: int, world: int, front: str, order: Sequence[str]) -> None:
-    alone, models = build(), build(front)
+def train(rank: int, world: int, front: str, order: Sequence[str], first: bool = False) -> None:
+    alone, models = build(first=first), build(front, first=first)
     optimizers = [torch.optim.AdamW(parameters(each), lr=0.01, eps=0.01) for each in (alone, models)]
     generator = torch.Generator().manual_seed(1)
     for name in [*order, "between", "together", *reversed(order), "between"]:
@@ -131,6 +141,15 @@ ORDERS = [
 @pytest.mark.parametrize("front", FRONTS)
 def test_any_order_of_first_calls_trains_like_one_process(run: Run, front: str, order: Sequence[str]) -> None:
     run(2, train, front, order)
+
+
+@pytest.mark.parametrize(
+    "order", [("together",), ("crossed",), ("evaluated", "crossed"), ("actor", "critic", "together")], ids="-".join
+)
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_backbone_that_gets_the_inputs(run: Run, front: str, order: Sequence[str]) -> None:
+    """One model's backward ends before the other's: the backbone's gradients were dropped there."""
+    run(2, train, front, order, first=True)
 
 
 def differ(rank: int, world: int, front: str) -> str:

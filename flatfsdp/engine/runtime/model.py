@@ -2,6 +2,11 @@
 
 [Note: root] The model belongs to the outermost wrapper, and nested wrappers' units to the model around them. Its parts
 get the values that they need, and do not refer to the model; a wrapper finds that of its unit by `model_of`.
+
+[Note: several roots] Two models may share a part, as an actor and a critic share a backbone. Only the model that was
+made last drives its units. The other one runs them in its forwards and still has them in `units`, so that norms and
+summaries are of all of its parameters. But its iterations must not bring them to rest: in one graph task both models
+have a backward, and the first that ends may have gone through the other one's gradients.
 """
 
 from __future__ import annotations
@@ -34,8 +39,9 @@ class Model:
     """The state shared by all units of one model.
 
     Attributes:
-        setup: the units, their initialization, and changes of their options.
-        units: all, children before parents as wrapped, the outermost last.
+        setup: the units that it drives, their initialization, and changes of their options.
+        units: those of its modules, children before parents as wrapped, the outermost last. Another model around a part
+            of them may drive that part. [Note: several roots]
         resources: values that the units share.
         iteration: the state of one forward and its backward.
         agreement: the comparisons between ranks.
@@ -52,8 +58,8 @@ class Model:
         self.agreement = agreement = Agreement(check_values=settings.check_values)
         self.coalescer = coalescer = Coalescer(most=settings.join_units_below)
         self.setup = setup = Setup([unit], settings, resources, agreement, coalescer, observers)
-        self.units = units = setup.units
-        self.iteration = iteration = Iteration(units, resources, agreement, accumulators, observers)
+        self.units = [unit]
+        self.iteration = iteration = Iteration(setup.units, resources, agreement, accumulators, observers)
         shared: dict[str, Any] = {
             "setup": setup,
             "iteration": iteration,
@@ -96,9 +102,11 @@ class Model:
         """Take the units of wrapped descendants into this model, in front of the outermost one. Precondition: none of
         their gradients is pending."""
         parts = {unit: model_of(unit) for unit in nested}  # these models may keep other units
-        self.units[:] = [*nested, self.outermost]  # in place: parts of the model have this list
+        for units in (self.units, self.setup.units):
+            units[:] = [*nested, self.outermost]  # in place: parts of the model have this list
         self.setup.version += 1
         for part in dict.fromkeys(parts.values()):
+            part.release(nested)
             self.agreement.loaded |= part.agreement.loaded
             self.accumulators.adopt(part.accumulators)
         for unit, part in parts.items():
@@ -106,6 +114,12 @@ class Model:
             if (checksums := part.setup.initial_checksums.pop(unit, None)) is not None:
                 self.setup.initial_checksums[unit] = checksums
             self._take(unit)
+
+    def release(self, taken: list[Unit]) -> None:
+        """Another model drives the units `taken` from now on. [Note: several roots]"""
+        if self.outermost not in taken:
+            self.setup.units[:] = [unit for unit in self.setup.units if unit not in taken]
+            self.setup.version += 1
 
 
 # The model of each unit, as long as both live.

@@ -85,8 +85,7 @@ class UsesOfShards:
         used = {id(leaf) for leaf in hooks.leaves_used_in(self.made, _torch.roots_of_backwards())}
         if not used:
             return
-        drives = self._units[-1].resources  # forwards of a unit that another root has taken are known to that root
-        for unit in [each for each in self._units if each.resources is drives and each not in self.whole]:
+        for unit in [each for each in self._units if each not in self.whole]:
             for handle in unit.handles:
                 for leaf, spec in zip(handle.face.originals, handle.layout.params, strict=True):
                     if id(leaf) in used and not _is_usable_at_rest(unit, handle):
