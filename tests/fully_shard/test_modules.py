@@ -23,6 +23,7 @@ from flatfsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError, UsageError
 from tests.harness import inspect
 from tests.harness.gather_hooks import AsBfloat16, AsInt8, extend
+from tests.harness.inner_tensors import Columns, PairOfColumns
 
 pytestmark = pytest.mark.single_process
 
@@ -248,6 +249,19 @@ def test_modules_may_be_deleted() -> None:
     assert torch.equal(other(torch.ones(2, 8)), plain()[1:](torch.ones(2, 8)))
 
 
+@pytest.mark.parametrize("make", [Columns, PairOfColumns.of])
+def test_one_rank_has_all_columns_of_what_has_gather_hooks(make: Any) -> None:
+    """And their class keeps them: the shard of this rank has no memory for them."""
+    layer, dims = plain()[0], {2: Shard(1)}
+    alone, layer.weight = nn.Linear(4, 8), nn.Parameter(make(layer.weight.detach().clone()))
+    alone.load_state_dict(plain()[0].state_dict())
+    fully_shard(layer, shard_placement_fn=lambda parameter: dims.get(parameter.dim()))
+    for each in (layer, alone):
+        each(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(layer.bias.grad.full_tensor(), alone.bias.grad)
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), alone.weight.grad)
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,14 +272,6 @@ def tied_over_calls() -> None:
     model[3].weight = model[2].weight
     fully_shard(model[2])
     fully_shard(model)
-
-
-def columns_of_what_has_hooks() -> None:
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    layer = nn.Linear(2, 2)
-    inner = AsInt8(layer.weight.detach())
-    layer.weight = nn.Parameter(DTensor.from_local(inner, mesh["tp"], [Shard(0)]))
-    fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
 
 
 def twice() -> None:
@@ -344,7 +350,6 @@ UNNAMED = SimpleNamespace(ndim=2, get_group=lambda: None, mesh_dim_names=None)
         (lambda: flatfsdp.DataParallelMeshDims(), ConfigValueError, r"at least one name"),
         (lambda: flatfsdp.DataParallelMeshDims(shard=3), ConfigTypeError, r"DataParallelMeshDims.shard"),
         (tied_over_calls, UsageError, r"tied to a parameter of another unit \(Linear\).*as a list"),
-        (columns_of_what_has_hooks, ConfigValueError, r"'weight', which is a AsInt8.*dimension 0"),
         (twice, UsageError, r"already passed to fully_shard\(\)"),
         (after_the_outer_one, UsageError, r"is already part of the unit"),
         (wrapper_inside, UsageError, r"sharded by FullyShardedDataParallel.*passed to fully_shard\(\)"),

@@ -52,10 +52,13 @@ def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpe
 
 
 def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """The parameters of `layout` as N-D views of `flat` (1-D, padded or not)."""
+    """The parameters of `layout` as N-D views of `flat` (1-D, padded or not; also one number that is expanded)."""
     views = []
     for spec, span in zip(layout.params, layout.spans, strict=True):
         piece = flat.narrow(0, span.start, span.numel)
+        if not flat.stride(0):  # the strides of a dense parameter would leave its memory
+            views.append(piece.view(spec.shape))
+            continue
         views.append(piece.view(spec.shape) if spec.stride is None else piece.as_strided(spec.shape, spec.stride))
     return views
 
