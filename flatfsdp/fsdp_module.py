@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .api import DEFAULT_PREFETCH, BackwardPrefetch
+from .engine.base import _torch
 from .engine.facade.schedule_api import UnshardHandle
 from .engine.fully_shard import in_place
 from .engine.fully_shard.arguments import check_call
@@ -19,6 +20,7 @@ from .engine.fully_shard.controls import FSDP2Controls, share_streams
 from .engine.fully_shard.copies import reduce
 from .engine.fully_shard.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.fully_shard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .engine.runtime.model import model_of
 from .engine.wrapping.serialization import deep_copy
 
 __all__ = [
@@ -52,7 +54,11 @@ class FSDPModule(FSDP2Controls):
         return new_plain(cls, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return in_place.run(self, super().__call__, args, kwargs)  # type: ignore[misc, arg-type]
+        if torch.compiler.is_compiling():
+            _torch.stay_out_of_graphs()
+        unit = self.__dict__["_unit"]
+        model = unit.model() or model_of(unit)  # which refuses; every unit comes here
+        return model.forwards.run(unit, args, kwargs, call=super().__call__, entry=self)  # type: ignore
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         in_place.apply(self, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc, arg-type]

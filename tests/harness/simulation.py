@@ -25,8 +25,7 @@ from typing import Any
 from flatfsdp.engine.agreement.ops import BackwardPlan, bits_of
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
-from flatfsdp.engine.schedule.forward_record import ForwardRecord
-from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
+from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from flatfsdp.engine.schedule.issue_order import coalesce
 from flatfsdp.errors import AgreementError
 from tests.harness.simulated_agreement import JobNotes, SimulatedAgreement

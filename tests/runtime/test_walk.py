@@ -10,8 +10,8 @@ pytestmark = pytest.mark.single_process
 
 # Of a step. They may become fewer, and more only for a reason.
 MOST = {
-    "wrapper": Figures(calls=219, changes=155, deepest=12, to_collective=9),
-    "fully_shard": Figures(calls=265, changes=187, deepest=16, to_collective=12),
+    "wrapper": Figures(calls=165, changes=99, deepest=10, to_collective=7),
+    "fully_shard": Figures(calls=201, changes=119, deepest=12, to_collective=8),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
-from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.forward_schedule import ForwardRecord
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ import pytest
 
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitRules
-from flatfsdp.engine.schedule.forward_record import ForwardRecord
+from flatfsdp.engine.schedule.forward_schedule import ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder
 from tests.harness.simulation import (
     Call,
@@ -136,7 +136,7 @@ def test_ranks_gather_alike_whatever_they_pass_over(program: Callable[[], Progra
 class ReducesWhatIsReady(Schedule):
     """Reductions go as soon as their gradients are there, whatever began later."""
 
-    def ready(self, unit: str) -> None:
+    def _ready_to_reduce(self, unit: str) -> None:
         if unit in self.reductions.expected:
             self.reductions.ready(unit)
             self._reduce([group for group in self.reductions.due(rest=True) if unit in group] or [(unit,)])
@@ -145,7 +145,7 @@ class ReducesWhatIsReady(Schedule):
 class GathersWhatIsReached(Schedule):
     """Gathers go without those whose turn comes before."""
 
-    def gather_in_turn(self, unit: str) -> None:
+    def _gather_in_turn(self, unit: str) -> None:
         self._gather([(unit,)])
 
 
@@ -214,7 +214,7 @@ class EndsWithoutTheRest(Schedule):
 class ReducesBeforeTheFirstCall(Schedule):
     """A unit that is called again is reduced when its gradients have come, as far as this rank knows."""
 
-    def ready(self, unit: str) -> None:
+    def _ready_to_reduce(self, unit: str) -> None:
         if self._rules[unit].reduces:
             self.reductions.ready(unit)
             self._reduce(self.reductions.due())

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from flatfsdp.engine.schedule.actions import Action
-from flatfsdp.engine.schedule.forward_record import ForwardRecord
-from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardSchedule
+from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from tests.harness.simulation import Listed, SimulatedForwards, SimulatedRank, problem_of
 
 pytestmark = pytest.mark.unit

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from flatfsdp.engine.schedule.backward_clock import BackwardClock
-from flatfsdp.engine.schedule.forward_record import ForwardRecord
-from flatfsdp.engine.schedule.forward_schedule import ForwardOrder
+from flatfsdp.engine.schedule.forward_schedule import ForwardOrder, ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder, coalesce
 
 pytestmark = pytest.mark.unit
@@ -114,11 +113,11 @@ def test_a_record_knows_when_units_without_a_graph_ran() -> None:
         (record.enter if has_graph else record.enter_without_graph)(unit)
         (record.leave if has_graph else record.leave_without_graph)(unit)
     assert record.entered == record.anchored == ("a", "c") and record.may_recompute
-    assert [record.position(unit) for unit in "abc"] == [1, 3, 5]
+    assert record.positions("abc") == [1, 3, 5]
     assert not record.begun_again
     record.enter_without_graph("b")
     record.leave_without_graph("b")
-    assert record.begun_again == {"b"} and record.position("b") == 3
+    assert record.begun_again == {"b"} and record.positions("b") == [3]
 
 
 def test_what_a_reentrant_checkpoint_recomputes_is_over_with_the_last_of_it() -> None:

@@ -205,20 +205,16 @@ def in_backward() -> bool:
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
 )
-
-
-def saving() -> object | None:
-    """An object that identifies the innermost context of saved-tensor hooks, and lives at least as long as any tensor
-    saved in it; None outside of all contexts."""
-    hooks = _top_hooks(True)
-    return None if hooks is None else hooks[1]
+# The two hooks of the innermost context of saved-tensor hooks; None outside of all. The second identifies the context,
+# and lives at least as long as any tensor saved in it. Runs no Python, because every unit calls it.
+saving = partial(_top_hooks, True)
 
 
 def segments() -> list[object]:
-    """Objects, like that of `saving`, for the non-reentrant checkpoints whose functions run; the innermost first."""
+    """The second hooks, as of `saving`, of the non-reentrant checkpoints whose functions run; the innermost first."""
     found: list[tuple[Any, Any]] = []
     try:
-        while (hooks := _top_hooks(True)) is not None:
+        while (hooks := saving()) is not None:
             found.append(hooks)
             torch._C._autograd._pop_saved_tensors_default_hooks()
     finally:  # only the innermost hooks can be read, so all are popped and pushed again

@@ -18,7 +18,7 @@ import math
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
@@ -34,19 +34,13 @@ Registry = dict[int, Callable[[torch.Tensor], None]]
 
 
 class LeafHook:
-    """The post-accumulate hook of one leaf: calls `leaf_ready(kind, index, leaf)` of its weakly referenced owner."""
+    """Base class of the engine's post-accumulate hooks, by which they differ from users'. Leaves outlive models: a
+    hook refers to its own weakly."""
 
-    __slots__ = ("_index", "_kind", "_owner")
-
-    def __init__(self, owner: Any, kind: int, index: int) -> None:
-        self._owner = weakref.ref(owner)
-        self._kind = kind
-        self._index = index
+    __slots__ = ()
 
     def __call__(self, leaf: torch.Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.leaf_ready(self._kind, self._index, leaf)
+        """The gradient of `leaf` was accumulated."""
 
 
 class PostponedHook:
@@ -61,18 +55,13 @@ class PostponedHook:
         return
 
 
-def watch_leaf(leaf: nn.Parameter, owner: Any, kind: int, index: int) -> Registry:
-    """Call `owner.leaf_ready(kind, index, leaf)` whenever `leaf.grad` has been accumulated; returns the registry of all
-    post-accumulate hooks of `leaf`."""
-    leaf.register_post_accumulate_grad_hook(LeafHook(owner, kind, index))
+def watch_leaf(leaf: nn.Parameter, hook: LeafHook) -> Registry:
+    """Call `hook` whenever `leaf.grad` has been accumulated; returns the registry of all post-accumulate hooks of
+    `leaf`."""
+    leaf.register_post_accumulate_grad_hook(hook)
     registry = _torch.hooks_on(leaf)
     assert registry is not None
     return registry
-
-
-def are_more_than_ours(registries: Collection[Registry]) -> bool:
-    """Whether some of `registries`, of watched leaves, have user-defined hooks."""
-    return sum(map(len, registries)) > len(registries)
 
 
 def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:

@@ -12,7 +12,7 @@ shared, small tensors are staged together. [Note: rows] [Note: staging]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,10 @@ class ProcessGroupTransport:
         Both 1-D and of one dtype, which may be any. `shard` may be this rank's slot of `output` (in place). Collective
         over the group.
         """
-        self.comm_stats.log("all_gather", output.nbytes)
+        stats, nbytes = self.comm_stats, output.nbytes
+        stats.issued += 1  # as `log`, without its call
+        stats.counts["all_gather"] += 1
+        stats.bytes["all_gather"] += nbytes
         if output.dtype not in _KNOWN_TO_ALL:
             output, shard = as_bytes(output), as_bytes(shard)
         if stream.is_callers and output.numel():  # inlined from `_issue`, to save calls per unit and step
@@ -78,7 +81,10 @@ class ProcessGroupTransport:
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `full` (world * n elements) over ranks and leave this rank's n elements in `output`. Collective."""
-        self.comm_stats.log("reduce_scatter", full.nbytes)
+        stats, nbytes = self.comm_stats, full.nbytes
+        stats.issued += 1
+        stats.counts["reduce_scatter"] += 1
+        stats.bytes["reduce_scatter"] += nbytes
         if full.is_complex():
             output, full = real(output), real(full)
         if stream.is_callers and full.numel():
@@ -118,13 +124,20 @@ class ProcessGroupTransport:
         if not listed.numel:
             return DONE
         if stream.is_callers:
-            gathered = listed.to_gather(shards)
+            filled, sent = listed.to_gather(shards)
         else:
             with stream.running():
-                gathered = listed.to_gather(shards)
+                filled, sent = listed.to_gather(shards)
+        if len(sent) == 1:  # the usual case: small ones, staged together
+            arriving = self.all_gather_base(filled[0], sent[0], stream)
+        else:
+            arriving = self._gather_each(filled, sent, stream)
+        if not listed.staged:
+            return arriving
         self.comm_stats.staged += listed.staged
-        arriving = self._gather_each(*gathered, stream)
-        return self._followed(arriving, stream, listed.finish_gather, *outputs) if listed.staged else arriving
+        if stream.is_callers:
+            return arriving.followed_by(listed.finish_gather, *outputs)
+        return self._followed(arriving, stream, listed.finish_gather, *outputs)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
@@ -138,30 +151,34 @@ class ProcessGroupTransport:
         if not listed.numel:
             return DONE
         if stream.is_callers:
-            reduced = listed.to_reduce(output)
+            sums, sent = listed.to_reduce(output)
         else:
             with stream.running():
-                reduced = listed.to_reduce(output)
-        self.comm_stats.staged += listed.staged
-        arriving = self._reduce_each(*reduced, stream)
+                sums, sent = listed.to_reduce(output)
+        if len(sent) == 1:
+            arriving = self.reduce_scatter_base(sums[0], sent[0], stream)
+        else:
+            arriving = self._reduce_each(sums, sent, stream)
         if not listed.staged:
             return arriving
-        return self._followed(arriving, stream, lambda: listed.finish_reduction(output), output)
+        self.comm_stats.staged += listed.staged
+        finish = partial(listed.finish_reduction, output)
+        return (
+            arriving.followed_by(finish, output)
+            if stream.is_callers
+            else self._followed(arriving, stream, finish, output)
+        )
 
     def _gather_each(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         """`all_gather_base` for each pair."""
-        if len(outputs) == 1:
-            return self.all_gather_base(outputs[0], shards[0], stream)
         return _all_of([self.all_gather_base(*each, stream) for each in zip(outputs, shards, strict=True)])
 
     def _reduce_each(
         self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         """`reduce_scatter_base` for each pair."""
-        if len(outputs) == 1:
-            return self.reduce_scatter_base(outputs[0], fulls[0], stream)
         return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
 
     @property

@@ -202,7 +202,7 @@ class ConditionalUnits(Observer, Turns):
         if slot.any_order:
             self._ran.difference_update(slot.units)
             for unit in slot.units:
-                forwards.gather_in_turn(unit)
+                forwards.do(forwards.take_turn(unit))
 
     def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, forwards: ForwardDriver) -> None:
         """End the gathered branch if `position` is behind it, or is None, and finish its units."""
@@ -221,7 +221,7 @@ class ConditionalUnits(Observer, Turns):
         try:
             follow_requires_grad((unit,))
             if not self.enter(unit, forwards):
-                forwards.gather_in_turn(unit)
+                forwards.do(forwards.take_turn(unit))
             for each in (*unit.owning_units, unit):
                 each.wait_unshard()
             self.module_ran(unit, forwards)

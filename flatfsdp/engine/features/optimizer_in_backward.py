@@ -163,7 +163,7 @@ class StepInBackward(Finisher):
         if complete:
             self._stepped[unit] = None
             unit.record_event("step")
-            run_user_hooks(unit, complete)
+            run_user_hooks([(unit, complete)])
             self._accumulators.run(complete)
         if handles:
             parameters = [parameter for handle in handles for parameter in handle.face.holders]

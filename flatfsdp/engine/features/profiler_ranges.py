@@ -61,7 +61,6 @@ STAGES_OF_UNITS: Mapping[str, Range] = {
     "launch_unshard": Range("gather", lambda unit: not unit.is_unsharded),
     "wait_unshard": Range("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
     "reshard": Range("reshard", lambda unit: not unit.is_sharded),
-    "reduce": Range("reduce", labels_reductions=True),
     "finalize_grads": Range("finalize gradients", lambda unit: any(grads.expected for grads in unit.grads)),
 }
 STAGES_OF_FORWARDS: Mapping[str, Range] = {"run": Range("forward", names=_name_of_unit)}
@@ -69,7 +68,7 @@ STAGES_OF_BACKWARDS: Mapping[str, Range] = {"before_backward": Range("before bac
 STAGES_OF_HOOKS: Mapping[str, Range] = {"leaf_ready": Range("gradient", names=_name_of_hooks)}
 STAGES_OF_GROUPS: Mapping[str, Range] = {
     "launch_coalesced": Range("gather", names=_names_of_group),
-    "reduce_coalesced": Range("reduce", names=_names_of_group, labels_reductions=True),
+    "reduce": Range("reduce", names=_names_of_group, labels_reductions=True),
 }
 STAGES_OF_REDUCTIONS: Mapping[str, Range] = {
     "release_input": Range("wait for reduction", lambda reduction: not reduction.input_is_released, _names_of_parts),

@@ -366,7 +366,13 @@ class FlatParamHandle:
                 target.buffer.allocate()
             if not target.segments:
                 target.segments = segments_of(target.flat, target.layout)
-            self.pending = source.fill(target, stream)
+            pieces = source.pieces
+            if not pieces:
+                self.pending = source.fill(target, stream)
+            elif len(pieces) == 1:
+                self.pending = source.transport.all_gather_base(target.segments[0], pieces[0], stream)
+            else:
+                self.pending = source.transport.all_gather_coalesced(target.segments, pieces, stream)
 
     def wait_unshard(self) -> None:
         """Order the caller after the gather. Precondition: gathering. Postcondition: unsharded."""
@@ -463,9 +469,10 @@ class FlatParamHandle:
 
     def trainable_indices(self) -> frozenset[int]:
         """Which of the leaves require a gradient now."""
-        return _indices_of(self.face.flags or tuple(map(REQUIRES_GRAD, self.leaves)))
+        return indices_of(self.face.flags or tuple(map(REQUIRES_GRAD, self.leaves)))
 
 
 @lru_cache(maxsize=4096)  # a set is slow to make, and flags seldom change
-def _indices_of(flags: tuple[bool, ...]) -> frozenset[int]:
+def indices_of(flags: tuple[bool, ...]) -> frozenset[int]:
+    """The indices of the true ones of `flags`."""
     return frozenset(i for i, flag in enumerate(flags) if flag)

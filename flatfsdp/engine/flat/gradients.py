@@ -117,13 +117,15 @@ class Gradients:
         share: bool,
         hooked: bool,
         may_wait: Callable[[], bool],
-    ) -> None:
+        collects_in: int | None,
+    ) -> bool:
         """Await the gradients of `expected`, and take part with those that earlier backwards left; `world` ranks will
         be averaged, unless `divide_by` gives another divisor of their sum.
 
         `weight`: the weight of this rank's gradients; with 0 all are dropped. `share`: the places of parameters whose
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
-        memory. `may_wait`: whether memory for them should be allocated late. [Note: late slots]
+        memory. `may_wait`: whether memory for them should be allocated late. [Note: late slots] `collects_in`: as of
+        `let_collect`. Returns whether this handle takes part in the next reduction.
         """
         if self._stashed is None or self._stand_ins:
             self.stash_grads()
@@ -131,7 +133,6 @@ class Gradients:
         self.expected = expected | awaited if awaited else expected
         self.arrived = set()
         self.missing = set(expected)
-        self.collects_in = None
         precision = self.handle.precision
         factor, self._factor_of_sum = gradient_scaling(world, precision.reduce, divide_by)
         self._hooked = hooked
@@ -151,6 +152,8 @@ class Gradients:
         is_wide = sync and slots.dtype.itemsize > precision.compute.itemsize
         slots.may_wait = may_wait if is_wide and not handle.is_unsharded_at_rest else None
         self.outlive_params = share
+        self.collects_in = collects_in if self._memory.all_small and slots.factor != 0 else None
+        return bool(self.expected) or self.accumulation.pending
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
@@ -158,19 +161,6 @@ class Gradients:
         """Only collect gradients that arrive in this graph task, if there is one, and record their arrival."""
         if self._memory.all_small and self.slots.factor != 0:
             self.collects_in = task
-
-    def collect(self, index: int, leaf: torch.Tensor) -> bool:
-        """Take the gradient of `leaf`, that of this index, if this backward awaits it: `arrive` without its checks, for
-        `collects_in`."""
-        missing, collected = self.missing, self.slots.collected
-        grad = leaf.grad
-        if grad is None or index not in missing or index in collected:
-            return False
-        leaf.grad = None
-        missing.remove(index)
-        self.arrived.add(index)
-        collected[index] = grad
-        return True
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""

@@ -200,11 +200,12 @@ class Reduction:
             part.reduction = self
             part.bytes = 0 if part.in_place else part.result.nbytes
             part.handle.tracker.add("reduced", part.bytes)
-        stream.follow_compute()
+        if stream.is_stream:
+            stream.follow_compute()
         if first.in_place:
             self._first = self._all_reduce()
         elif coalesced or first.segments[1:]:
-            segments = TensorGroup.join([part.segments for part in parts])
+            segments = TensorGroup.join([part.segments for part in parts]) if coalesced else first.segments
             self._first = scatter.reduce_scatter_coalesced(self._result, segments, stream)
             if first.handle.is_unsharded_at_rest:
                 self._first.wait()  # a copy, without a message
@@ -212,11 +213,6 @@ class Reduction:
         else:
             self._first = scatter.reduce_scatter_base(self._result, first.segments[0], stream)
         self.advances_in_waits = self._first.advances_in_waits
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes that the first stage reads and that are held for it."""
-        return sum(part.input_bytes for part in self.parts)
 
     @property
     def is_under_way(self) -> bool:

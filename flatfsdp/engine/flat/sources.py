@@ -17,8 +17,9 @@ compare there, so that no rank skips a gather alone. A persistent parameter that
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -77,13 +78,14 @@ class UnshardedParam:
         return []
 
 
-class UnshardSource(Protocol):
+class UnshardSource:
     """Fills an unsharded buffer.
 
     Attributes:
         dtype: of the values that it provides.
         is_local: whether a fill takes no communication.
         reads_host: whether the device reads host memory that the host writes to between iterations.
+        pieces: this rank's part of each segment, which `transport` gathers; if there are none, `fill` is called.
         as_of_forward: whether it provides, once, the values of the last forward instead of the shards' current ones.
         versions: those of the handle between uses when the source was made; if they differ, it is stale. None if that
             does not matter.
@@ -92,21 +94,26 @@ class UnshardSource(Protocol):
     dtype: torch.dtype
     is_local: bool = False
     reads_host: bool = False
+    pieces: Sequence[torch.Tensor] = ()
+    transport: Transport
     as_of_forward: bool = False
     versions: tuple[int, ...] | None = None
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
         """Start to fill `unsharded`, which has its memory, on `stream`. Collective unless it is local."""
+        raise NotImplementedError
 
 
-class KeptSource(UnshardSource, Protocol):
+class KeptSource(UnshardSource):
     """A source with memory of its own, in addition to the shard."""
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the unsharded parameter may come from this source now, if the unit computes in `dtype`."""
+        raise NotImplementedError
 
     def free(self) -> None:
         """Free the memory; fills from it must have been waited for, or be ordered before on the device."""
+        raise NotImplementedError
 
 
 class ShardSource(UnshardSource):
@@ -120,20 +127,15 @@ class ShardSource(UnshardSource):
         self.dtype = dtype
         self.transport = transport
         self.reads_host = offload
-        self._pieces = pieces
-        self._only = pieces[0] if len(pieces) == 1 else None
-        start, numel = transport.group.rank * pieces[0].numel(), pieces[0].numel()
-        self._own = slice(start, start + numel) if copies else None
+        self._only = pieces[0]
+        if not copies or len(pieces) > 1:  # several are copied and cast during the gather
+            self.pieces = pieces
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        piece = self._only
-        if piece is None:  # several are copied and cast during the gather
-            return self.transport.all_gather_coalesced(unsharded.segments, self._pieces, stream)
-        segment = unsharded.segments[0]
-        if self._own is not None:
-            with stream.running():
-                piece = segment[self._own].copy_(piece, non_blocking=True)
-        return self.transport.all_gather_base(segment, piece, stream)
+        segment, start = unsharded.segments[0], self.transport.group.rank * self._only.numel()
+        with stream.running():
+            own = segment[start : start + self._only.numel()].copy_(self._only, non_blocking=True)
+        return self.transport.all_gather_base(segment, own, stream)
 
 
 class CoalescedSource(UnshardSource):
@@ -163,21 +165,14 @@ class PostForwardShard(KeptSource):
         self.dtype = unsharded.dtype
         self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="post_forward_shard")
         self._memory.allocate()
-        pieces = pieces_of(self._memory.tensor, over)
-        self._source = ShardSource(pieces, flat.dtype, transport, copies=False, offload=False)
-        for piece, own in zip(pieces, own_pieces_of(flat, over, group.rank), strict=True):
+        # A gather comes after the last use of `unsharded`, hence after the copy. [Note: limiter]
+        self.transport, self.pieces = transport, pieces_of(self._memory.tensor, over)
+        for piece, own in zip(self.pieces, own_pieces_of(flat, over, group.rank), strict=True):
             piece.copy_(own)
 
     def serves(self, dtype: torch.dtype) -> bool:
         """True in a backward, which computes in the dtype of its forward."""
         return _torch.in_backward()
-
-    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        """Gather the pieces. Collective over the post-forward axis.
-
-        Precondition: `stream` comes after the last use of `unsharded`, hence after the copy. [Note: limiter]
-        """
-        return self._source.fill(unsharded, stream)
 
     def free(self) -> None:
         self._memory.free()

@@ -30,6 +30,7 @@ from .left_unsharded import LEFT_CAST, LEFT_WHOLE
 from .param_guard import HIDDEN, NOTICED, ORIGINAL, change_classes, hide, may_hide
 from .param_refs import ParamRef, marks_of
 from .states import SHARDED, UNSHARDED
+from .write_tracker import VERSION
 
 
 class ViewMode(enum.Enum):
@@ -420,7 +421,8 @@ def check_unwritten(views: ParamViews) -> None:
     """Refuse a change of parameters inside a forward: it would be lost with their unsharded memory."""
     handle = views.handle
     apart = handle.state is UNSHARDED and handle.unsharded.buffer is not None
-    if apart and (handle.writes.was_edited or views.was_replaced):
+    # As `was_edited`, whose call every unit would take.
+    if apart and (list(map(VERSION, handle.leaves)) != handle.writes.known or views.was_replaced):
         _refuse_writes(views, "inside a forward")
 
 

@@ -1,4 +1,4 @@
-"""Operations of modules that hold their unit themselves: sharding, calls and moves."""
+"""Operations of modules that hold their unit themselves: sharding and moves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from torch import nn
 
 from ...errors import one_rank_warns
 from ..agreement.process_groups import is_first_of, resolve_groups
-from ..base import _torch
 from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.row_face import RowFaces
 from ..dtensor.tensor_parallel import StoredDTensor
 from ..flat.extensions import TransformedParam
 from ..guards import enclosing_ddp
-from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from ..wrapping.build import Front, build_unit
 from ..wrapping.shared_storage import follow_ties
@@ -66,14 +64,6 @@ def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Paramete
     outer = [one if more is None else more.outer for one, more in zip(found, extended, strict=True)]
     stored = [each if isinstance(each, StoredDTensor) else None for each in outer]
     return RowFaces(mesh, tuple(stored), tuple(None if each is None else each.hooks for each in extended))
-
-
-def run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call`, the module's own with all of its hooks, with the parameters unsharded during it."""
-    if torch.compiler.is_compiling():
-        _torch.stay_out_of_graphs()
-    unit: Unit = module.__dict__["_unit"]
-    return model_of(unit).forwards.run(unit, args, kwargs, call=call, entry=module)
 
 
 # -- moves and casts ---------------------------------------------------------------------------------------------------

@@ -29,12 +29,13 @@ from ...api import BackwardPrefetch
 from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
+from ..flat.flat_param import indices_of
 from ..flat.reduction import Reduction
 from ..flat.states import POST_BACKWARD
 from ..flat.views import SHOWS_GUARDED, SHOWS_NOTHING, SHOWS_SHAPE
 from ..schedule.actions import Action
 from ..schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
-from ..schedule.forward_record import CheckpointRegion, ForwardRecord
+from ..schedule.forward_schedule import CheckpointRegion, ForwardRecord
 from . import late_gradients
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
@@ -43,6 +44,7 @@ from .turns import Turns
 from .unit import Unit
 from .user_hooks import defer_user_hooks
 
+_REQUIRES_GRAD, _ADVANCES_IN_WAITS = attrgetter("requires_grad"), attrgetter("advances_in_waits")
 BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
 PREFETCH: dict[BackwardPrefetch | None, Literal["before", "halfway", "after"] | None] = {
     BACKWARD_PRE: "before",
@@ -92,15 +94,16 @@ def rules_of(unit: Unit, *, reduces: bool) -> UnitRules[Unit]:
 
 @dataclass
 class InFlightReductions:
-    """The reductions of one group of units."""
+    """The reductions of one group of units; `only_in_waits`: some progress only while ranks wait."""
 
     units: Sequence[Unit] = ()
     reductions: Sequence[Reduction] = ()
+    only_in_waits: bool = False
 
     @property
     def input_bytes(self) -> int:
         """The bytes of inputs of the first stages."""
-        return sum(reduction.input_bytes for reduction in self.reductions)
+        return sum([part.input_bytes for reduction in self.reductions for part in reduction.parts])
 
     def release_input(self) -> None:
         """Wait for the first stages, free their inputs and issue the second. Collective over the replicate axis."""
@@ -179,7 +182,7 @@ class Backward:
             together=turns.coalesced(record.anchored),
         )
         self._reductions = schedule.reductions
-        self._reduced_last: Sequence[Unit] = ()  # their reductions may be running
+        self._reduced_at_the_end: Sequence[Unit] = ()  # their reductions may be running
         self.deferred: Sequence[Unit] = ()
         self.stays_unsharded = stays_unsharded
         self._rules = rules
@@ -201,7 +204,7 @@ class Backward:
         rules = self._rules[unit]
         if unit.leaves.single_use is not True or rules.is_tied or unit not in self.schedule.clock.reached_once:
             return False
-        if unit in self._reduced_last or not rules.reduces:
+        if unit in self._reduced_at_the_end or not rules.reduces:
             return False
         return not (self.schedule.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
 
@@ -250,9 +253,21 @@ class Backward:
                 elif verb == "close":
                     units[0].reshard(SHOWS_GUARDED, unreached=True)
                 elif verb == "reduce":
-                    self._reduce(units)
+                    # One input in addition to the one being filled, and one all-reduce: earlier ones are released
+                    # before memory is allocated for more.
+                    older, newer = self._in_flight
+                    for reduction in older.reductions:
+                        reduction.finish()
+                    for reduction in newer.reductions:
+                        reduction.release_input()
+                    issued = self._coalescer.reduce(units)
+                    self._in_flight = newer, InFlightReductions(units, issued, any(map(_ADVANCES_IN_WAITS, issued)))
+                    self.reduced += units
+                    if self.finisher.acts_early:
+                        self._finish_early(older)  # overlaps with the reduction just issued
                 elif verb == "end turn" or verb == "last turn":
-                    self._end_turn(units, computes_alone=verb == "last turn")
+                    if units or self._in_flight[1].only_in_waits:
+                        self._end_turn(units, computes_alone=verb == "last turn")
                 elif verb == "free":
                     units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "participate":
@@ -270,7 +285,7 @@ class Backward:
         self._reductions.coalesce(self._coalescer.reductions)
         self.schedule.expect_recomputed()
         if not self.finisher.ends_with_all:
-            self._reduced_last = self._reductions.at_the_end()
+            self._reduced_at_the_end = self._reductions.at_the_end()
 
     def collect(self, *, watched: bool) -> None:
         """Only record the arrival of gradients, unless it is `watched`: an observer needs every gradient."""
@@ -320,9 +335,13 @@ class Backward:
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
         sync, participates = self._rules[unit].reduces, False
         for kind, (handle, _, grads) in enumerate(unit.kinds):
+            registries = unit.leaves.hooked[kind].values()
+            on_leaves = sum(map(len, registries)) > len(registries)  # more than our own
+            if on_leaves or not handle.face.holds_leaves:
+                defer_user_hooks(unit, kind, on_leaves=on_leaves)
             transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
-            grads.expect_gradients(
-                handle.trainable_indices(),
+            expects = grads.expect_gradients(
+                indices_of(handle.face.flags or tuple(map(_REQUIRES_GRAD, handle.leaves))),
                 world=transports.averaged,
                 divide_by=divide_by,
                 weight=self.weight if divide_by is None else min(self.weight, 1.0),
@@ -330,12 +349,9 @@ class Backward:
                 share=share,
                 hooked=hooked,
                 may_wait=self.gradients_may_wait,
+                collects_in=self.collecting,
             )
-            on_leaves = hooks.are_more_than_ours(unit.leaves.hooked[kind].values())
-            if on_leaves or not handle.face.holds_leaves:
-                defer_user_hooks(unit, kind, on_leaves=on_leaves)
-            grads.let_collect(self.collecting)
-            participates = participates or grads.participates
+            participates = participates or expects
         # Gradients of its graph arrive in this task, even if recomputations contribute in others.
         unit.backward.task = self.task if unit in self.schedule.clock.planned else _torch.graph_task()
         unit.backward.arrived_in_inner_tasks.clear()
@@ -346,17 +362,6 @@ class Backward:
         unit.backward.completed = True
         if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
             unit.leaves.runs_late = False
-
-    def _reduce(self, group: Sequence[Unit]) -> None:
-        """Issue the reduction of a `group`. Collective over the shard axis."""
-        # One input in addition to the one being filled, and one all-reduce: earlier ones are released first.
-        older, newer = self._in_flight
-        older.finish()
-        newer.release_input()
-        self._in_flight = newer, InFlightReductions(group, self._coalescer.reduce(group))
-        self.reduced += group
-        if self.finisher.acts_early:
-            self._finish_early(older)  # overlaps with the reduction just issued
 
     def _end_turn(self, to_come: Sequence[Unit], *, computes_alone: bool) -> None:
         """End the turn of groups, reduced or not: let no reduction hold its input if memory use is highest now.
@@ -372,10 +377,8 @@ class Backward:
                     grads.slots.move_collected()
         elif computes_alone and any(unit.resolved.reshards_after_forward for unit in to_come):
             self._release_inputs()
-        for reduction in newer.reductions:
-            if reduction.advances_in_waits and not newer.units[-1].options.names_prefetch:
-                self._release_inputs()
-                break
+        if newer.only_in_waits and not newer.units[-1].options.names_prefetch:
+            self._release_inputs()
 
     def _release_inputs(self) -> None:
         """Let no reduction hold its input. Collective over both axes, and over the groups of hooks."""
@@ -400,7 +403,7 @@ class Backward:
         if self.schedule.brings:
             older, newer = self._in_flight
             older.finish()
-            if self._reduced_last and newer.can_finish_later:
+            if self._reduced_at_the_end and newer.can_finish_later:
                 self.deferred = newer.units
             else:
                 newer.finish()

@@ -15,13 +15,13 @@ import torch
 
 from ...errors import InternalError, UsageError, fail
 from ..agreement.agreement import Agreement
-from ..base import _torch
+from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
-from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
+from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
 from ..flat.views import check_exposed
 from ..schedule.backward_schedule import UnitRules
-from ..schedule.forward_record import ForwardRecord
+from ..schedule.forward_schedule import ForwardRecord
 from . import late_gradients
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
@@ -114,8 +114,7 @@ class BackwardHooks:
             for grads in [grads for unit in record.begun for grads in unit.grads]:
                 grads.stash_grads()
         self._expect_accumulated(backward)
-        for unit in [unit for unit, each in flags.items() if any(map(any, each))]:
-            backward.schedule.expect(unit)
+        backward.schedule.expect(*[unit for unit, each in flags.items() if any(map(any, each))])
         backward.join_reductions()
         return backward
 
@@ -220,30 +219,21 @@ class BackwardHooks:
         if self.iteration.substitutes.kept:
             self.iteration.substitutes.before_backward(unit)
         if call is None:
-            own.ends_unseen.append(_torch.node_now())
-            if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):
-                late_gradients.await_customs(unit, own.ends_unseen[-1:], self.of_unit[unit].custom_ran)
+            self._await_unseen_end(unit)
         if own.completed and (unit in backward.schedule.finished or _is_done_reading(unit, backward)):
             return
         if unit.phase is STEPPED:
             unit.enter_phase(PRE_BACKWARD)  # the table refuses this, before anything is gathered
-        task = _torch.graph_task()
-        if call is not None and call.finished_in_task == task:  # this output is also one of its inputs
-            call = None
+        if call is not None and call.finished_in_task == _torch.graph_task():
+            call = None  # this output is also one of its inputs, whose gradient has shown the end
             if unit.expects_gradients and not (unit.is_unsharded or backward.schedule.gathers.has_turn(unit)):
                 return  # freed when that call had finished
         begun = unit.phase is PRE_BACKWARD
-        opens = call is not None and own.open(call)
-        # Gradients that have arrived do so again, from a segment that another graph task recomputes.
-        if (opens and task != backward.task) or (
-            own.completed and own.task != task and (opens or not (begun or call is not None))
-        ):
-            late_gradients.expect_again(unit)
-        # Its own parameters may have been gathered for other units that share them, and shared ones of others not.
-        if begun and not unit.is_tied and (unit.is_unsharded or not unit.options.schedule.unshard_in_backward):
+        if not self._opens(unit, call, backward):
             return
-        for views in unit.views:
-            check_exposed(views)
+        for handle, views, _ in unit.kinds:
+            if handle.state is UNSHARDED:
+                check_exposed(views)
         if call is None and _may_be_read_after_its_gradients(unit, backward):
             own.keep_unsharded = True
         backward.reached(unit)
@@ -252,10 +242,38 @@ class BackwardHooks:
         unit.enter_phase(PRE_BACKWARD)
         unit.record_event("backward")
 
+    def _await_unseen_end(self, unit: Unit) -> None:
+        """The backward of a call begins whose end nothing will show: await custom Functions on the way, which may run
+        parts of the unit again and bring more gradients."""
+        nodes = unit.backward.ends_unseen
+        nodes.append(_torch.node_now())
+        if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):
+            late_gradients.await_customs(unit, nodes[-1:], self.of_unit[unit].custom_ran)
+
+    def _opens(self, unit: Unit, call: ForwardCall | None, backward: Backward) -> bool:
+        """The backward of `call` begins, None for one whose end nothing will show: whether it needs parameters of
+        `unit` that may not be unsharded."""
+        own = unit.backward
+        begun, task = unit.phase is PRE_BACKWARD, _torch.graph_task()
+        opens = call is not None and call not in own.open_calls
+        if call is not None and opens:
+            own.open_calls.add(call)
+            own.keep_unsharded = own.keep_unsharded or call.outlasts
+        # Gradients that have arrived do so again, from a segment that another graph task recomputes.
+        if (opens and task != backward.task) or (
+            own.completed and own.task != task and (opens or not (begun or call is not None))
+        ):
+            late_gradients.expect_again(unit)
+        if not begun or unit.is_tied:
+            # Its own parameters may have been gathered for other units that share them, and shared ones of others not.
+            return True
+        return unit.options.schedule.unshard_in_backward and not unit.is_unsharded
+
     def leaf_ready(self, unit: Unit, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf of `unit`, and it was not collected."""
         backward, grads = self.iteration.backward, unit.grads[kind]
         if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
+            # No output of the unit has shown this backward: its parameters were used outside of its forward.
             if unit.phase is FORWARD:
                 unit.handles[kind].leaves[index].grad = None  # the unsharded gradient
                 _refuse_inside_forward(unit)
@@ -264,25 +282,10 @@ class BackwardHooks:
             unit.enter_phase(PRE_BACKWARD)
         own, leaf = unit.backward, unit.handles[kind].leaves[index]
         grad = leaf.grad
-        leaf.grad = None
+        leaf.grad = None  # the next one is not added to it
         if grad is None:
             return
-        again = index in grads.arrived
-        task = _torch.graph_task()
-        if (again or task != backward.task) and unit.leaves.single_use is not False:
-            unit.leaves.single_use = False
-            for each in unit.grads:
-                each.stop_sharing()
-        if again or own.completed:
-            own.late_gradients -= 1
-        if task == own.task:
-            if own.arrived_in_inner_tasks:
-                own.arrived_in_inner_tasks.discard((kind, index))
-        elif not own.completed and (not again or index in grads.missing):  # missing: the part of `own.task` is to come
-            own.arrived_in_inner_tasks.add((kind, index))
-        if task != own.task:
-            _check_recomputed_part(unit, backward)
-            late_gradients.came(unit, self.of_unit[unit].custom_ran)
+        self._count(unit, kind, index, backward)
         if not backward.schedule.brings:
             backward.bring()
             backward.collect(watched=bool(self.observers.gradient_came))
@@ -299,6 +302,26 @@ class BackwardHooks:
             grads.let_collect(backward.collecting)
         if (own.completed or not grads.missing) and not own.open_calls:
             self.advance(unit, backward)
+
+    def _count(self, unit: Unit, kind: int, index: int, backward: Backward) -> None:
+        """A gradient of a leaf has come: how often it does, and in which graph task, shows whether more will come, and
+        whether parameters are read after their gradients have come."""
+        own, grads, task = unit.backward, unit.grads[kind], _torch.graph_task()
+        again = index in grads.arrived
+        if (again or task != backward.task) and unit.leaves.single_use is not False:
+            unit.leaves.single_use = False
+            for each in unit.grads:
+                each.stop_sharing()
+        if again or own.completed:
+            own.late_gradients -= 1
+        if task == own.task:
+            if own.arrived_in_inner_tasks:
+                own.arrived_in_inner_tasks.discard((kind, index))
+            return
+        if not own.completed and (not again or index in grads.missing):  # missing: the part of `own.task` is to come
+            own.arrived_in_inner_tasks.add((kind, index))
+        _check_recomputed_part(unit, backward)
+        late_gradients.came(unit, self.of_unit[unit].custom_ran)
 
     def inputs_ready(self, unit: Unit, call: ForwardCall) -> None:
         """The gradients of the inputs of one call of `unit` have arrived."""
@@ -325,7 +348,10 @@ class BackwardHooks:
         for grads in unit.grads:
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
-        if expecting and not own.completed and not missing and own.late_gradients <= 0:
+        no_more_late = own.late_gradients <= 0
+        if expecting and not own.completed and not missing and no_more_late:
+            # All have come once. Some may come again: a part of them from a reentrant checkpoint inside of the unit, or
+            # from a call whose end nothing shows.
             if own.arrived_in_inner_tasks and late_gradients.awaits_more(unit):
                 return
             if unit.leaves.runs_late is not False and own.runs_again(unit.leaves.customs):
@@ -340,12 +366,12 @@ class BackwardHooks:
                 unit.leaves.single_use = True
             if unit.leaves.runs_late is None:
                 unit.leaves.runs_late = False
-        elif (
-            own.late_gradients <= 0
-            and (own.completed or not expecting or not (backward.in_inner_task() or backward.schedule.brings))
-            and not _is_in_use(unit)
-        ):
-            backward.do(backward.schedule.left(unit))
+        elif no_more_late and not _is_in_use(unit):
+            # A part of the unit is over, and not all gradients have come. Those that are missing will, if this backward
+            # brings any: it then needs the parameters again; in an inner task nobody knows.
+            waits = expecting and (backward.in_inner_task() or backward.schedule.brings)
+            if own.completed or not waits:
+                backward.do(backward.schedule.left(unit))
         for owning_unit in unit.owning_units:
             if owning_unit.expects_gradients:
                 self.advance(owning_unit, backward)
@@ -434,10 +460,18 @@ class UnitHooks:
             return
         if driver is None:
             refuse_without_model(unit)
-        grads = unit.grads[kind]
-        if grads.collects_in != _torch.graph_task() or not grads.collect(index, leaf):
+        grads, grad = unit.grads[kind], leaf.grad
+        missing, collected = grads.missing, grads.slots.collected
+        first = index in missing and index not in collected
+        if grad is None or not first or grads.collects_in != _torch.graph_task():
             driver.leaf_ready(unit, kind, index)
-        elif not (grads.missing or unit.backward.open_calls):
+            return
+        # Most gradients only wait here for those of the same unit: `Gradients.arrive`, without its calls.
+        leaf.grad = None
+        missing.remove(index)
+        grads.arrived.add(index)
+        collected[index] = grad
+        if not (missing or unit.backward.open_calls):
             driver.advance(unit, driver.iteration.backward)
 
     def inputs_ready(self, call: ForwardCall) -> None:
@@ -466,3 +500,67 @@ class CountingHooks(UnitHooks):
         if unit is not None and backward is not None:
             elements = unit.handles[kind].layout.params[index].numel
             backward.do(backward.schedule.progressed(unit, elements))
+
+
+class GradientHook(hooks.LeafHook):
+    """The hook on one leaf of a unit, to whose hooks it refers weakly."""
+
+    __slots__ = ("_index", "_kind", "_of_unit")
+
+    def __init__(self, of_unit: UnitHooks, kind: int, index: int) -> None:
+        self._of_unit = weakref.ref(of_unit)
+        self._kind, self._index = kind, index
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        of_unit = self._of_unit()
+        if of_unit is not None:
+            of_unit.leaf_ready(self._kind, self._index, leaf)
+
+
+class OutputHook:
+    """The units that are notified when a gradient reaches one tensor.
+
+    Attributes:
+        readers: units with this input, and their calls, whose backward has finished then.
+        returners: units that returned it, whose backward begins then: the last, around or after the others, first.
+        task: the last graph task in which a gradient reached it.
+        id: of the hook on the tensor, by which it is known that no in-place operation has replaced the value since.
+    """
+
+    readers: list[tuple[UnitHooks, ForwardCall]]
+    returners: list[tuple[UnitHooks, ForwardCall | None]]
+    task: int | None = None  # defaults in the class instead of a constructor: every output of a unit has one
+    id = 0
+
+    def reached(self, grad: object, held: object = None) -> None:
+        """A gradient has arrived. `held`: lives as long as the graph.
+
+        Raises:
+            UsageError: a unit or its model was deleted.
+        """
+        if _functorch.in_transform():  # a backward inside of it
+            with _functorch.outside():
+                return self.reached(grad)
+        self.task = _torch.graph_task()
+        for reader, call in self.readers:  # they reshard before anything is gathered
+            if (unit := reader.unit()) is not None:
+                if (driver := reader.driver()) is None:
+                    refuse_without_model(unit)
+                driver.inputs_ready(unit, call)
+        for returner, returned in self.returners:
+            if (unit := returner.unit()) is None:
+                fail(
+                    UsageError(
+                        "a backward through a wrapped module whose wrapper has been deleted since its forward, as in "
+                        "FullyShardedDataParallel(module)(x).sum().backward(): nothing would average the gradients. "
+                        "Keep a reference to the wrapper until the backward is over"
+                    )
+                )
+            if (driver := returner.driver()) is None:
+                refuse_without_model(unit)
+            driver.before_backward(unit, returned)
+
+    def reached_past_it(self, grad: object) -> None:
+        """A gradient has reached the base of the tensor, a view; ignored if one has reached the view in this task."""
+        if self.task != _torch.graph_task():
+            self.reached(grad)

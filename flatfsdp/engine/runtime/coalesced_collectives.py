@@ -13,6 +13,7 @@ from ..comm.tensor_groups import TensorGroup
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import CoalescedSource, UnshardSource
+from ..flat.views import SHOWS_NOTHING
 from ..schedule.issue_order import coalesce
 from .unit import Unit
 
@@ -100,15 +101,9 @@ class Coalescer:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def launch_unshard(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
+    def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
         """Issue the all-gathers of all sharded handles of a group of `units`; `ahead`: before their use. Returns the
         units that had any. Collective over the shard axis."""
-        if len(units) == 1:
-            return units if units[0].launch_unshard(ahead=ahead) else ()
-        return self.launch_coalesced(units, ahead=ahead)
-
-    def launch_coalesced(self, units: Sequence[Unit], *, ahead: bool) -> Sequence[Unit]:
-        """`launch_unshard` of several units."""
         found: list[Unit] = []
         resources = units[0].resources
         stream = resources.streams.unshard
@@ -137,20 +132,41 @@ class Coalescer:
 
     def reduce(self, units: Sequence[Unit]) -> Sequence[Reduction]:
         """Issue the reductions of a group of `units`. Collective over the shard axis."""
-        return units[0].reduce() if len(units) == 1 else self.reduce_coalesced(units)
-
-    def reduce_coalesced(self, units: Sequence[Unit]) -> Sequence[Reduction]:
-        """`reduce` of several units."""
-        first = units[0]
-        by_dtype: dict[torch.dtype, list[ReductionInput]] = defaultdict(list)
+        first, together = units[0], len(units) > 1
+        streams, reducers = first.resources.streams, first.resolved.reducers
+        by_dtype: dict[torch.dtype, list[ReductionInput]] = {}
+        issued: list[Reduction] = []
         for unit in units:
-            for part in unit.reduction_inputs():
-                by_dtype[part.handle.precision.reduce].append(part)
-        reducers, streams = first.resolved.reducers[first.handles[0]], first.resources.streams
-        return [
-            Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
-            for parts in by_dtype.values()
-        ]
+            for part in _inputs_of(unit):
+                if together:
+                    by_dtype.setdefault(part.handle.precision.reduce, []).append(part)
+                else:
+                    issued.append(Reduction([part], *reducers[part.handle], streams.reduce, streams.replicate))
+        for parts in by_dtype.values():
+            both = reducers[first.handles[0]]
+            issued.append(Reduction(parts, *both, streams.reduce, streams.replicate, coalesced=True))
+        return issued
+
+
+def _inputs_of(unit: Unit) -> list[ReductionInput]:
+    """The inputs of a reduction of `unit`: the gradients of all kinds that take part."""
+    for grads in unit.grads:
+        slots = grads.slots
+        # Gradients lie in the parameters' memory, or need memory that is free once the parameters are gone.
+        if (slots.shares and grads.occupies_params) or (slots.late and grads.outlive_params):
+            were_late = slots.late
+            unit.reshard(SHOWS_NOTHING, unreached=True)
+            if were_late and unit.options.backward_prefetch is not None:
+                # Memory is free once the device has passed this unit: before the next gather, unless that is not ahead.
+                unit.resources.limiter.make_room(None, ahead=True)
+            break
+    unit.resources.events.append(("reduce", unit.place.name, unit.phase._value_))
+    completes, hook = unit.resolved.completes, unit.options.all_reduce_hook
+    made = []
+    for grads in unit.grads:  # a comprehension is a call
+        if grads.expected or grads.participates:
+            made.append(grads.start_reduction(completes=grads.handle in completes, hook=hook))
+    return made
 
 
 def _unsharded_bytes(handle: FlatParamHandle) -> int:

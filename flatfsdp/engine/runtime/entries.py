@@ -45,6 +45,7 @@ class Entries:
 
     Attributes:
         in_place: whether they hold the unit themselves, and no wrapper does.
+        are_several: whether the unit was constructed from a list of modules.
         class_name: the class names of all entries, for messages.
         paths: of the entries in the outermost module, once that is known; "" for that module.
     """
@@ -53,6 +54,7 @@ class Entries:
         self.in_place = in_place
         self._modules: Sequence[nn.Module] = WeakModules(modules) if in_place else list(modules)
         self._count = len(modules)
+        self.are_several = len(modules) > 1
         self.class_name = ", ".join(plain_class(module).__name__ for module in modules)
         self.paths: tuple[str, ...] = ("",) * len(modules)
 
@@ -63,11 +65,6 @@ class Entries:
     def first(self) -> nn.Module:
         """The only entry; of several, the first that is alive."""
         return self._modules[0]
-
-    @property
-    def are_several(self) -> bool:
-        """Whether the unit was constructed from a list of modules."""
-        return self._count > 1
 
     def lacks(self, ran: set[int]) -> bool:
         """Whether some entry is not among those that `ran`, by their ids."""

@@ -6,7 +6,6 @@ Which units are gathered and freed when is decided in `schedule/forward_schedule
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -24,12 +23,11 @@ from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..flat.buffer_casting import cast_buffers
-from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
+from ..flat.states import FORWARD, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_packed
 from ..schedule.actions import Action
-from ..schedule.forward_record import ForwardRecord
-from ..schedule.forward_schedule import ForwardFacts, ForwardSchedule
-from .backward_hooks import BackwardHooks, UnitHooks
+from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
+from .backward_hooks import BackwardHooks, GradientHook, UnitHooks
 from .coalesced_collectives import Coalescer
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
@@ -40,9 +38,11 @@ from .resources import Resources
 from .setup import Setup
 from .substitutes import Given
 from .turns import PLAIN
-from .unit import Unit, follow_requires_grad, shared_under_reentrance
+from .unit import Unit, shared_under_reentrance
 from .unit_state import ForwardCall
 from .user_writes import apply_shard_writes, follow_other_ranks
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 FACTS: ForwardFacts[Unit] = ForwardFacts(
     owners=attrgetter("owning_units"),
@@ -180,9 +180,43 @@ class ForwardDriver:
         else:
             self.do(self.schedule.enters(unit, in_order=False))
 
-    def gather_in_turn(self, unit: Unit, *, runs: bool = False) -> None:
-        """It is the turn of `unit`, on all ranks: start to gather it, and possibly the next. Collective."""
-        first = self.schedule.order.now is None
+    def take_turn(self, unit: Unit, *, runs: bool = False) -> list[Action[Unit]]:
+        """It is the turn of `unit`, on all ranks: compare this, and record it; returns what gathers it, and possibly
+        the next. `runs`: it is called inside of its own forward. Collective if ranks were not expected here."""
+        self._compare_turn(unit, runs=runs)
+        iteration, owners, training = self.iteration, unit.owning_units, torch.is_grad_enabled()
+        record, saving = iteration.record, _torch.saving()
+        segment = None if saving is None else saving[1]
+        if training and (uses := iteration.uses_of_shards).starts_clean:
+            # At rest nothing but the engine holds the shards' tensors: another holder may be a graph that reads them.
+            with _torch.as_plain_tensors():  # leaves may be hidden
+                for each in (*owners, unit) if owners else (unit,):
+                    for handle in each.handles:
+                        if max(map(_torch.use_count, handle.leaves), default=1) > 1 and each not in record.entered:
+                            uses.maybe = True
+        if training or (iteration.training and unit in iteration.turns.conditional):
+            record.enter(unit, segment=segment, segments=_torch.segments)
+            for owning_unit in owners:
+                record.enter_sharing(owning_unit)
+        elif iteration.training:
+            # No graph yet: the forward of a checkpoint, which makes one when a backward runs it again; or no_grad().
+            checkpoint = _torch.custom_forward()
+            if checkpoint is not None:
+                for other in (*owners, *unit.alive_sharing_units()):
+                    raise UsageError(shared_under_reentrance(unit, other))
+            record.enter_without_graph(unit, checkpoint=checkpoint, segment=segment, segments=_torch.segments)
+            for owning_unit in owners:
+                record.enter_sharing_without_graph(owning_unit)
+        for each in (*owners, unit) if owners else (unit,):
+            for handle in each.handles:  # only these can lag behind their shards
+                if handle.state is not SHARDED or handle.face.is_flat:
+                    apply_shard_writes(each)
+                    break
+        return self.schedule.enters(unit)
+
+    def _compare_turn(self, unit: Unit, *, runs: bool) -> None:
+        """Check that all ranks enter `unit` next; before the first one, do what ranks have agreed on for a forward."""
+        agreement, first = self.agreement, self.schedule.order.now is None
         schedule = self.setup.words_of_choices  # read at every unit
         if schedule is None:
             schedule = self.setup.description
@@ -199,36 +233,15 @@ class ForwardDriver:
                     gathered += with_unsharded(each.label)
                 elif not (runs or unit in self.iteration.requested):
                     gathered += STAYED
-        self.agreement.check_order(unit.place.index, schedule=schedule, gathered=gathered)
-        if first and not self.agreement.forwards_are_local:
+        agreement.check_order(unit.place.index, schedule=schedule, gathered=gathered)
+        if first and not agreement.forwards_are_local:
+            # These communicate: all ranks are known to be here, and none has gathered yet.
             units = self.setup.units
-            if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
+            if self.replica_checks.due is None and torch.is_grad_enabled() and agreement.compares_forwards:
                 self.replica_checks.at_first(units)
-            follow_other_ranks(units, self.agreement)
+            follow_other_ranks(units, agreement)
             for act in self.observers.first_gather_agreed:
                 act()
-        record = self.iteration.record
-        if (uses := self.iteration.uses_of_shards).starts_clean and torch.is_grad_enabled():
-            with _torch.as_plain_tensors():  # leaves may be hidden
-                for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
-                    for handle in each.handles:
-                        if max(map(_torch.use_count, handle.leaves), default=1) > 1 and each not in record.entered:
-                            uses.maybe = True
-        if torch.is_grad_enabled() or (self.iteration.training and unit in self.iteration.turns.conditional):
-            record.enter(unit, segment=_torch.saving(), segments=_torch.segments)
-            for owning_unit in unit.owning_units:
-                record.enter_sharing(owning_unit)
-        elif self.iteration.training:
-            checkpoint = _torch.custom_forward()
-            if checkpoint is not None:
-                for other in (*unit.owning_units, *unit.alive_sharing_units()):
-                    raise UsageError(shared_under_reentrance(unit, other))
-            record.enter_without_graph(unit, checkpoint=checkpoint, segment=_torch.saving(), segments=_torch.segments)
-            for owning_unit in unit.owning_units:
-                record.enter_sharing_without_graph(owning_unit)
-        for each in (*unit.owning_units, unit):
-            apply_shard_writes(each)
-        self.do(self.schedule.enters(unit))
 
     def do(self, actions: Iterable[Action[Unit]]) -> None:
         """Execute the `actions` of the schedule. Collective over the shard axis, if units are gathered."""
@@ -325,6 +338,8 @@ class ForwardDriver:
             unit.phase = phase  # of its backward, or of the forward around this one
             for each in (*unit.owning_units, unit) if again else ():
                 each.wait_unshard()  # which goes on computing with the leaves
+        elif unit.phase is FORWARD and not unit.leaves.listing.leaves:
+            unit.phase = IDLE
         else:
             unit.enter_phase(IDLE)
         iteration.depth -= 1
@@ -374,18 +389,23 @@ class ForwardDriver:
             self._end_inner_failure()
         if recomputing and any(grads.arrived for grads in unit.grads):
             unit.leaves.single_use = False  # parameters are read after their gradients have arrived
-        unit.enter_phase(FORWARD)
+        if FORWARD in PHASE_STEPS[unit.phase] and not unit.leaves.listing.leaves:
+            unit.phase = FORWARD  # as `enter_phase`, without a call for every unit
+        else:
+            unit.enter_phase(FORWARD)
         if outermost:
             self._forget_autocast()
         turns = self.iteration.turns
         if recomputing:
             self._gather_again(unit)
         elif turns.plain or not turns.enter(unit, self):
-            self.gather_in_turn(unit, runs=runs)
+            self.do(self.take_turn(unit, runs=runs))
         for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
             each.wait_unshard()
-        follow_requires_grad((unit,))
-        unit.record_event("forward")
+        for handle in unit.handles:
+            if not handle.face.holds_leaves:
+                handle.face.follow_requires_grad()
+        self.resources.events.append(("forward", unit.place.name, unit.phase._value_))
         outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
         if outermost or unit.built.island or unit.resolved.input_dtype is not None:
             self._substitute(unit, outermost, given)
@@ -395,9 +415,14 @@ class ForwardDriver:
         if not torch.is_grad_enabled():
             return None, outer_dtype
         of_unit = self.backwards.of_unit
-        for each in (unit, *unit.owning_units):  # an owner may not run itself
-            _watch_leaves(each, of_unit[each])
-        return self._watch_inputs(unit, given.trained(), recomputing), outer_dtype
+        for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):  # an owner may not run itself
+            for handle, hooked in zip(each.handles, each.leaves.hooked, strict=True):
+                if len(hooked) != len(handle.leaves):
+                    _watch_leaves(each, of_unit[each])
+                    break
+        timed = not recomputing and unit not in turns.conditional
+        began = self.iteration.record.entered_at if timed else None
+        return self.gradient_flow.watch_inputs(unit, of_unit[unit], given.trained(), began), outer_dtype
 
     def _substitute(self, unit: Unit, outermost: bool, given: Given) -> None:
         """Give the forward of `unit` inputs on its device and in its dtype. [Note: substitutes]"""
@@ -415,39 +440,6 @@ class ForwardDriver:
         """
         if torch.is_autocast_enabled(self.resources.device.device.type):
             torch.clear_autocast_cache()
-
-    def _watch_inputs(self, unit: Unit, inputs: list[torch.Tensor], recomputing: bool) -> ForwardCall | None:
-        """Hook the trained inputs, whose gradients show that this call's backward has finished.
-
-        The parameters' own gradients do not: frozen ones have none, and a detached use, or a segment recomputed inside
-        the module, reads a parameter after its gradient has arrived. If an earlier call of another unit also read an
-        input, its gradient arrives only after the backward of that unit; it is awaited only for lack of other inputs.
-        """
-        flow = self.gradient_flow
-        awaited = [tensor for tensor in inputs if flow.first_reader(tensor, unit)]
-        if not awaited and unit.has_frozen:
-            awaited = inputs
-        if not awaited:
-            return None
-        timed = unit not in self.iteration.turns.conditional and not recomputing
-        call = ForwardCall(self.iteration.record.entered_at if timed else None)
-        held = self.backwards.of_unit[unit]
-        if len(awaited) == 1 and flow.follow_output(awaited[0], held, call):
-            return call
-        this = weakref.ref(call)
-
-        def arrived() -> None:
-            if _functorch.in_transform():
-                with _functorch.outside():
-                    return arrived()
-            if (known := this()) is not None:
-                held.inputs_ready(known)
-
-        registered, call.watch = hooks.after_backward_to(awaited, arrived)
-        if all(tensor.grad_fn is None for tensor in awaited):
-            call.outlasts = True
-            flow.unhook_later(registered)
-        return call
 
     def _after(
         self,
@@ -469,15 +461,19 @@ class ForwardDriver:
             self._forget_autocast()
         reached = keep = False
         if training:
-            outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            if type(output) is torch.Tensor:
+                outputs = [output] if output.requires_grad else []
+            else:
+                outputs = list(filter(_REQUIRES_GRAD, tensors_in(output)))
             if made := given.made():
                 returned = set(map(id, outputs))
                 outputs += [tensor for tensor in made if id(tensor) not in returned]
             watches: Sequence[object] = [None] * len(outputs)
             if call is not None and call.watch is not None:
                 call, watches = call.let_go(outputs)
+            held, running = self.backwards.of_unit[unit], self.iteration.record.running
             for each, watch in zip(outputs, watches, strict=True):
-                self._hook_output(unit, each, call, watch)
+                self.gradient_flow.hook_output(each, held, call, running, watch)
             if _functorch.left.interpreters:
                 outputs += self._hook_outer_levels(unit, output)
             if call is not None and call.outlasts:
@@ -501,27 +497,9 @@ class ForwardDriver:
         outer = [each for tensor in tensors_in(output) for each in _functorch.levels_of(tensor)[1:]]
         outer = [each for each in outer if each.requires_grad]
         for each in outer:
-            self._hook_output(unit, each, None, None)
+            held, running = self.backwards.of_unit[unit], self.iteration.record.running
+            self.gradient_flow.hook_output(each, held, None, running, None)
         return outer
-
-    def _hook_output(self, unit: Unit, output: torch.Tensor, call: ForwardCall | None, watch: object) -> None:
-        """Begin this unit's backward, and end that of readers of `output`, when its gradient arrives; the hook holds
-        `watch`."""
-        output_hook = self.gradient_flow.output_hook(output)
-        output_hook.returners.insert(0, (self.backwards.of_unit[unit], call))
-        if len(output_hook.returners) > 1:
-            if watch is not None:
-                hooks.before_backward_of(output, functools.partial(lambda held, grad: None, watch))
-            return
-
-        # The graph holds the forward pass that created it. Not the model: that keeps the error of a backward, which
-        # holds the graph, and garbage collection does not find this reference cycle.
-        held = self.iteration.record.running, watch
-        output_hook.id = hooks.before_backward_of(output, functools.partial(output_hook.reached, held=held), first=True)
-        if output.grad_fn is None:
-            self.gradient_flow.unhook_later([hooks.remover(output, output_hook.id)])
-        elif output._is_view():
-            hooks.before_backward_of_base(output, output_hook.reached_past_it)
 
     def _keep_unsharded(self, unit: Unit) -> None:
         cause = (
@@ -547,7 +525,7 @@ def _watch_leaves(unit: Unit, held: UnitHooks) -> None:
             continue
         for index, leaf in enumerate(handle.leaves):
             if leaf.requires_grad and index not in watched:
-                watched[index] = hooks.watch_leaf(leaf, held, kind, index)
+                watched[index] = hooks.watch_leaf(leaf, GradientHook(held, kind, index))
 
 
 def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:

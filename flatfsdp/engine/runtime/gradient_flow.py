@@ -7,70 +7,19 @@ Tensors are known by their identity, and held weakly: a link lasts as long as th
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
 import torch
 
-from ...errors import UsageError, fail
-from ..base import _functorch, _torch
-from ..base.autograd import is_watched
+from ..base import _functorch
+from ..base import autograd as hooks
 from ..flat.states import FORWARD
-from .backward_hooks import UnitHooks
-from .unit import Unit, refuse_without_model
+from ..schedule.forward_schedule import ForwardPass
+from .backward_hooks import OutputHook, UnitHooks
+from .unit import Unit
 from .unit_state import ForwardCall
-
-
-class OutputHook:
-    """The units that are notified when a gradient reaches one tensor.
-
-    Attributes:
-        readers: units with this input, and their calls, whose backward has finished then.
-        returners: units that returned it, whose backward begins then: the last, around or after the others, first.
-        task: the last graph task in which a gradient reached it.
-        id: of the hook on the tensor, by which it is known that no in-place operation has replaced the value since.
-    """
-
-    __slots__ = ("id", "readers", "returners", "task")
-
-    def __init__(self) -> None:
-        self.readers: list[tuple[UnitHooks, ForwardCall]] = []
-        self.returners: list[tuple[UnitHooks, ForwardCall | None]] = []
-        self.task: int | None = None
-        self.id = 0
-
-    def reached(self, grad: object, held: object = None) -> None:
-        """A gradient has arrived. `held`: lives as long as the graph.
-
-        Raises:
-            UsageError: a unit or its model was deleted.
-        """
-        if _functorch.in_transform():  # a backward inside of it
-            with _functorch.outside():
-                return self.reached(grad)
-        self.task = _torch.graph_task()
-        for reader, call in self.readers:  # they reshard before anything is gathered
-            if (unit := reader.unit()) is not None:
-                if (driver := reader.driver()) is None:
-                    refuse_without_model(unit)
-                driver.inputs_ready(unit, call)
-        for returner, returned in self.returners:
-            if (unit := returner.unit()) is None:
-                fail(
-                    UsageError(
-                        "a backward through a wrapped module whose wrapper has been deleted since its forward, as in "
-                        "FullyShardedDataParallel(module)(x).sum().backward(): nothing would average the gradients. "
-                        "Keep a reference to the wrapper until the backward is over"
-                    )
-                )
-            if (driver := returner.driver()) is None:
-                refuse_without_model(unit)
-            driver.before_backward(unit, returned)
-
-    def reached_past_it(self, grad: object) -> None:
-        """A gradient has reached the base of the tensor, a view; ignored if one has reached the view in this task."""
-        if self.task != _torch.graph_task():
-            self.reached(grad)
 
 
 class GradientFlow:
@@ -79,7 +28,7 @@ class GradientFlow:
     def __init__(self) -> None:
         self._output_hooks: dict[int, tuple[weakref.ref[torch.Tensor], OutputHook]] = {}  # by id of the tensor
         self._readers: dict[int, tuple[weakref.ref[torch.Tensor], Unit]] = {}  # by id of the tensor
-        self._leaf_hooks: list[Callable[[], object]] = []
+        self._leaf_hooks: list[Callable[[], object]] = []  # functions that remove them
 
     def begin_forward(self) -> None:
         """Drop the tensors of the previous forward."""
@@ -92,29 +41,74 @@ class GradientFlow:
             remove()
         self._leaf_hooks = []
 
-    def unhook_later(self, removers: list[Callable[[], object]]) -> None:
-        """Call these, which remove hooks from leaves of the program, at the next `unhook`."""
-        self._leaf_hooks += removers
+    def watch_inputs(
+        self, unit: Unit, held: UnitHooks, inputs: list[torch.Tensor], began: int | None
+    ) -> ForwardCall | None:
+        """A call of `unit` begins, at this tick: let the gradients of its trained `inputs` show that its backward has
+        finished; None if it has none. `held`: what hooks hold of the unit.
 
-    def output_hook(self, output: torch.Tensor) -> OutputHook:
-        """The hook of this output of a unit; one for all units that return it."""
+        The parameters' own gradients do not show it: frozen ones have none, and a detached use, or a segment recomputed
+        inside the module, reads a parameter after its gradient has arrived. If an earlier call of another unit also
+        read an input, its gradient arrives only after the backward of that unit; it is awaited only for lack of others.
+        """
+        awaited = []
+        for tensor in inputs:
+            known = self._readers.get(id(tensor))
+            # A unit in whose forward this one runs has read it, too.
+            if known is None or known[0]() is not tensor or known[1].phase is FORWARD:
+                known = self._readers[id(tensor)] = weakref.ref(tensor), unit
+            if known[1] is unit:
+                awaited.append(tensor)
+        if not awaited and inputs and unit.has_frozen:
+            awaited = inputs
+        if not awaited:
+            return None
+        call = ForwardCall()
+        call.began = began
+        if len(awaited) == 1:
+            output = self._output_hooks.get(id(awaited[0]))
+            if output is not None and output[0]() is awaited[0]:  # that of another unit
+                output[1].readers.append((held, call))
+                return call
+        this = weakref.ref(call)
+
+        def arrived() -> None:
+            if _functorch.in_transform():
+                with _functorch.outside():
+                    return arrived()
+            if (known := this()) is not None:
+                held.inputs_ready(known)
+
+        registered, call.watch = hooks.after_backward_to(awaited, arrived)
+        if all(tensor.grad_fn is None for tensor in awaited):
+            call.outlasts = True
+            self._leaf_hooks += registered
+        return call
+
+    def hook_output(
+        self,
+        output: torch.Tensor,
+        held: UnitHooks,
+        call: ForwardCall | None,
+        running: ForwardPass | None,
+        watch: object,
+    ) -> None:
+        """Let a gradient of `output` begin the backward of the unit of `held`, and end that of its readers. The hook
+        holds `watch`, and the `running` pass; one serves all units that return this tensor."""
         known = self._output_hooks.get(id(output))
-        if known is None or known[0]() is not output or not is_watched(output, known[1].id):
-            known = self._output_hooks[id(output)] = weakref.ref(output), OutputHook()
-        return known[1]
-
-    def follow_output(self, tensor: torch.Tensor, hooks: UnitHooks, call: ForwardCall) -> bool:
-        """If `tensor` is an output of another unit, let its gradient end the backward of `call`, of the unit of
-        `hooks`, too; False otherwise."""
-        known = self._output_hooks.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            return False
-        known[1].readers.append((hooks, call))
-        return True
-
-    def first_reader(self, tensor: torch.Tensor, unit: Unit) -> bool:
-        """Whether `unit` is the first with the input `tensor`, except for units in whose forward it runs."""
-        known = self._readers.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1].phase is FORWARD:
-            known = self._readers[id(tensor)] = weakref.ref(tensor), unit
-        return known[1] is unit
+        if known is not None and known[0]() is output and hooks.is_watched(output, known[1].id):
+            known[1].returners.insert(0, (held, call))
+            if watch is not None:
+                hooks.before_backward_of(output, functools.partial(lambda held, grad: None, watch))
+            return
+        made = OutputHook()
+        made.readers, made.returners = [], [(held, call)]
+        self._output_hooks[id(output)] = weakref.ref(output), made
+        # The graph holds the forward pass that created it. Not the model: that keeps the error of a backward, which
+        # holds the graph, and garbage collection does not find this reference cycle.
+        reached = functools.partial(made.reached, held=(running, watch))
+        made.id = hooks.before_backward_of(output, reached, first=True)
+        if output.grad_fn is None:
+            self._leaf_hooks.append(hooks.remover(output, made.id))
+        elif output._is_view():
+            hooks.before_backward_of_base(output, made.reached_past_it)

@@ -28,7 +28,7 @@ from ..flat.states import FORWARD as UNIT_FORWARD
 from ..flat.states import GATHERING, SUMMONED
 from ..flat.states import IDLE as UNIT_IDLE
 from ..flat.views import SHOWS_SHARD, check_left
-from ..schedule.forward_record import ForwardRecord
+from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
 from .finish import Finisher
 from .grad_accumulators import GradAccumulators
@@ -373,10 +373,12 @@ class Iteration:
         self.enter(FORWARD if self.depth else IDLE)
         rest()
         self._resources.events.append(("end", "", UNIT_IDLE.value))
-        for unit, complete in finished:
-            run_user_hooks(unit, complete)
-            if self._accumulators.expects_gradients:
+        if self._accumulators.expects_gradients:
+            for unit, complete in finished:
+                run_user_hooks([(unit, complete)])
                 self._accumulators.run(complete)
+        else:
+            run_user_hooks(finished)
         if backward is not None:
             for observe in self._observers.backward_ended:
                 observe(backward)

@@ -89,7 +89,7 @@ class Model:
         return (each for unit in self.units for each in steppable_of(unit))
 
     def _take(self, unit: Unit) -> None:
-        _models[unit] = weakref.ref(self)
+        unit.model = weakref.ref(self)
         unit.resources = self.resources
         place = unit.place
         unit.place = UnitPlace(place.name, place.index, place.first_parameter, unit is self.outermost)
@@ -122,17 +122,13 @@ class Model:
             self.setup.version += 1
 
 
-# The model of each unit, as long as both live.
-_models: weakref.WeakKeyDictionary[Unit, weakref.ref[Model]] = weakref.WeakKeyDictionary()
-
-
 def model_of(unit: Unit) -> Model:
     """The model that `unit` belongs to.
 
     Raises:
         UsageError: it has been deleted.
     """
-    model = _models[unit]()
+    model: Model | None = unit.model()
     if model is None:
         refuse_without_model(unit)
     return model

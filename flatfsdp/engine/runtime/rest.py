@@ -221,9 +221,8 @@ def unshard(unit: Unit) -> None:
         model.setup.write_back([each])
         follow_before_request(each, model.agreement, at_rest=at_rest)
         begin_request(each, at_rest=at_rest)
-        gathered = model.coalescer.launch_unshard((each,), ahead=True)
-        if iteration.backward is not None:
-            iteration.backward.gathered += [unit.place.index for unit in gathered]
+        if each.launch_unshard(ahead=True) and iteration.backward is not None:
+            iteration.backward.gathered.append(each.place.index)
         iteration.ahead[each] = None
         if torch.is_grad_enabled():
             iteration.requested[each] = None

@@ -4,7 +4,7 @@ collective; and later changes of their options."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..base.events import Observers
 from ..comm.axes import ProcessGroups, extent_of, groups_in_words
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
+from ..flat.param_refs import ParamRef
 from . import fast_paths
 from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
@@ -187,16 +188,18 @@ class Setup:
         """The checksums of the initial values of units."""
         return initial_checksums(self.units, self.initial_checksums)
 
-    def write_back(self, units: Iterable[Unit]) -> None:
+    def write_back(self, units: Sequence[Unit]) -> None:
         """Take over tensors that users assigned instead of parameters of `units`, which are of this model.
 
         Raises:
             UsageError: for changes that cannot be taken over.
         """
         names = functools.partial(names_of_leaves, self.units)
+        # Of all units at once: seldom any module holds another object than it should.
+        looks = bool(ParamRef.changed([each for unit in units for each in (*unit.param_refs, *unit.shared_refs)]))
         cast = True  # also after an error half-way
         try:
-            cast = any([write_back(unit, names) for unit in units])
+            cast = any([write_back(unit, names, looks=looks) for unit in units])
         finally:
             if cast:
                 self.coalescer.measure(self.units)  # units of another dtype have another size

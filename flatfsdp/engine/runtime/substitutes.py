@@ -25,9 +25,11 @@ import torch
 
 from ..base._functorch import inside
 from ..base.nested_tensors import Known, containers_in, map_tensors, survey
-from ..schedule.forward_record import ForwardPass
+from ..schedule.forward_schedule import ForwardPass
 
 _VERSION, _REQUIRES_GRAD = attrgetter("_version"), attrgetter("requires_grad")
+
+_PLAIN = {torch.Tensor}
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -165,8 +167,10 @@ class Given:
 
     def trained(self) -> list[torch.Tensor]:
         """The tensors that require a gradient, as the forward gets them."""
-        if self._found is None:  # as in `_survey`, with a call less for every unit
-            self._found = survey((*self.args, *self.kwargs.values()) if self.kwargs else self.args)
+        if self._found is None:
+            values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
+            # Plain tensors, as most units have, are found without a call.
+            self._found = (list(values), {}) if set(map(type, values)) == _PLAIN else survey(values)
         self._known = originals = tensors = self._found[0]
         if self.substitutes is not None:
             tensors = survey((*self.args, *self.kwargs.values()))[0]

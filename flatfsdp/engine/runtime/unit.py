@@ -2,19 +2,19 @@
 
 [Note: unit] A unit's parameters live in one handle per kind, whose collectives are issued together. Here is *how* they
 are gathered, freed, reduced and brought to rest. *When* is decided by the drivers of forwards and backwards
-(`forward_driver.py`, `backward_hooks.py`), *in which order* among units by the schedule. A unit does not refer to its
-model; it gets the values that it needs (`Resources`, `UnitAxes`).
+(`forward_driver.py`, `backward_hooks.py`), *in which order* among units by the schedule. A unit does not use its model,
+which code outside finds by it; it gets the values that it needs (`Resources`, `UnitAxes`).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
 from ..flat.leaf_views import views_of
 from ..flat.param_refs import ParamRef, flat_name
-from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ViewMode, check_exposed
@@ -52,12 +51,14 @@ class Unit:
         sharing_units: units that hold parameters of this one too, weakly.
         groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
         options: chosen by users; resolved: the values that follow from them, once the unit is connected.
+        model: the model that it belongs to, held weakly; None once that was deleted.
         phase: [Note: states].
         backward: the progress of its backward.
     """
 
     resources: Resources
     resolved: Resolved
+    model: Callable[[], Any]
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class Unit:
             if source.reads_host:
                 resources.limiter.record_upload()
         if sharded:
-            self.record_event("gather")
+            resources.events.append(("gather", self.place.name, self.phase._value_))
         return bool(sharded)
 
     def prepare_unshard(self, *, ahead: bool) -> list[tuple[FlatParamHandle, UnshardSource]]:
@@ -261,7 +262,7 @@ class Unit:
                 handle.wait_unshard()
                 arrived = True
         if arrived:
-            self.record_event("gathered")
+            self.resources.events.append(("gathered", self.place.name, self.phase._value_))
         for views in self.views:
             views.is_left_unsharded = False
             if views.mode is not SHOWS_UNSHARDED:
@@ -296,18 +297,19 @@ class Unit:
                 elif handle.unsharded.buffer is not None or mode is SHOWS_SHARD:
                     if unreached and views.tracks_writes:
                         check_exposed(views)
-                    if grads.slots.shares and grads.take_over_buffer(
-                        functools.partial(self.resources.limiter.free_later, handle.name)
-                    ):
-                        handle.reshard()
-                    else:
-                        self.resources.free(handle)
+                    limiter = self.resources.limiter
+                    handed_over = grads.slots.shares and grads.take_over_buffer(
+                        functools.partial(limiter.free_later, handle.name)
+                    )
+                    buffer = handle.reshard()
+                    if not (buffer is None or handed_over):
+                        limiter.free_later(handle.name, buffer)
                     views.show(mode)
                     freed = True
-            else:
+            elif views.mode is not mode or views.some_hidden:
                 views.show(mode)
         if freed:
-            self.record_event("reshard")
+            self.resources.events.append(("reshard", self.place.name, self.phase._value_))
 
     def drop_retained(self) -> None:
         """Drop the shards that a feature retained: a later backward gathers over the shard axis."""
@@ -317,33 +319,13 @@ class Unit:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def reduce(self) -> list[Reduction]:
-        """Issue the reductions of all kinds that take part. Collective over the shard axis."""
-        streams, reducers = self.resources.streams, self.resolved.reducers
-        made = []
-        for part in self.reduction_inputs():  # a comprehension is a call
-            made.append(Reduction([part], *reducers[part.handle], streams.reduce, streams.replicate))
-        return made
-
-    def reduction_inputs(self) -> list[ReductionInput]:
-        """The inputs of a reduction: the gradients of all kinds that take part."""
-        over = [g for g in self.grads if g.occupies_params or (g.slots.late and g.outlive_params)]
-        if over:
-            self.reshard(SHOWS_NOTHING, unreached=True)
-            if over[0].slots.late and self.options.backward_prefetch is not None:
-                # Memory is free once the device has passed this unit: before the next gather, unless that is not ahead.
-                self.resources.limiter.make_room(None, ahead=True)
-        self.record_event("reduce")
-        completes, hook = self.resolved.completes, self.options.all_reduce_hook
-        return [
-            grads.start_reduction(completes=grads.handle in completes, hook=hook)
-            for grads in self.grads
-            if grads.participates
-        ]
-
     def finalize_grads(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; returns the handles whose gradients this completes."""
-        return [handle for handle, _, grads in self.kinds if grads.finalize_grads()]
+        complete = []
+        for handle, _, grads in self.kinds:  # a comprehension is a call
+            if grads.finalize_grads():
+                complete.append(handle)
+        return complete
 
     # -- the end of an iteration -------------------------------------------------------------------------------------
 

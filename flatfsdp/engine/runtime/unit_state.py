@@ -204,13 +204,11 @@ class ForwardCall:
             those of outputs that were not computed from them.
     """
 
-    __slots__ = ("__weakref__", "began", "finished_in_task", "outlasts", "watch")
-
-    def __init__(self, began: int | None) -> None:
-        self.began = began
-        self.watch: hooks.MultiGradHook | None = None
-        self.finished_in_task: int | None = None
-        self.outlasts = False
+    # Defaults in the class instead of a constructor: one is made in every call of a unit.
+    began: int | None = None
+    watch: hooks.MultiGradHook | None = None
+    finished_in_task: int | None = None
+    outlasts = False
 
     def let_go(self, outputs: Sequence[torch.Tensor]) -> tuple[ForwardCall | None, list[hooks.MultiGradHook | None]]:
         """The call, unless nothing will show its end, and for each output its `watch`, if hooks of that may hold it: an
@@ -252,14 +250,6 @@ class UnitBackward:
         self.late_gradients = 0
         self.task = -1
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
-
-    def open(self, call: ForwardCall) -> bool:
-        """The backward of `call` begins; False if it has begun before."""
-        if call in self.open_calls:
-            return False
-        self.open_calls.add(call)
-        self.keep_unsharded = self.keep_unsharded or call.outlasts
-        return True
 
     def runs_again(self, customs: hooks.CustomFunctions) -> bool:
         """Whether nothing shows the end of the unit's part, and this backward will reach some of `customs`: possibly

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch.utils.hooks import RemovableHandle
 
@@ -67,14 +67,17 @@ def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
         )
 
 
-def run_user_hooks(unit: Unit, complete: Collection[FlatParamHandle]) -> None:
-    """Run user-defined post-accumulate hooks on the sharded gradients of the handles that are `complete`."""
-    for kind, handle in enumerate(unit.handles):
-        if handle not in complete:
-            continue
-        if not handle.face.holds_leaves:
-            as_of = RemovableHandle.next_id, adoptions.count
-            if unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind):
-                hooks.run_hooks(handle.face.holders)
-        elif hooks.are_more_than_ours(unit.leaves.hooked[kind].values()):
-            hooks.run_user_hooks(handle.leaves)
+def run_user_hooks(finished: Iterable[tuple[Unit, Collection[FlatParamHandle]]]) -> None:
+    """Run user-defined post-accumulate hooks on the sharded gradients of units' handles that are complete."""
+    for unit, complete in finished:
+        for kind, handle in enumerate(unit.handles):
+            if handle not in complete:
+                continue
+            if not handle.face.holds_leaves:
+                as_of = RemovableHandle.next_id, adoptions.count
+                if unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind):
+                    hooks.run_hooks(handle.face.holders)
+                continue
+            registries = unit.leaves.hooked[kind].values()
+            if sum(map(len, registries)) > len(registries):  # there are more than the engine's own
+                hooks.run_user_hooks(handle.leaves)

@@ -33,18 +33,17 @@ from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requ
 from .unit import Unit, evict
 
 
-def write_back(unit: Unit, names: Callable[[], Mapping[int, str]]) -> bool:
+def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: bool) -> bool:
     """Take over tensors that the user assigned instead of leaves; free a kept buffer that is out of date. True if the
     dtype of a shard has changed.
 
-    `names`: returns the names of all parameters of the model, by id.
+    `names`: returns the names of all parameters of the model, by id. `looks`: modules of some units hold other objects
+    than they should.
 
     Raises:
         UsageError: for changes that cannot be taken over.
     """
-    changed = ParamRef.changed(unit.param_refs)
-    if unit.shared_refs:
-        changed += ParamRef.changed(unit.shared_refs)
+    changed = ParamRef.changed((*unit.param_refs, *unit.shared_refs)) if looks else []
     if changed:  # in nested state dicts, placeholders of the outer one are not assigned by a user
         changed = [each for each in changed if type(each.current) is not Placeholder]
     if changed and _torch.in_functional_call():

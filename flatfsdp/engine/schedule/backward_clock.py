@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
-from .forward_record import CheckpointRegion, ForwardRecord
+from .forward_schedule import CheckpointRegion, ForwardRecord
 
 U = TypeVar("U", bound=Hashable)
 NEVER = math.inf  # the tick of the beginning and the end of a unit that did not run in a pass

@@ -54,7 +54,7 @@ from typing import Generic, Literal, TypeVar
 
 from .actions import Action
 from .backward_clock import NEVER, BackwardClock, Lifetime
-from .forward_record import CheckpointRegion, ForwardRecord
+from .forward_schedule import CheckpointRegion, ForwardRecord
 from .issue_order import Cut, GatherOrder, ReduceOrder
 
 U = TypeVar("U", bound=Hashable)
@@ -150,8 +150,8 @@ class BackwardSchedule(Generic[U]):
         trained = tuple(filter(facts.is_trained, clock.recomputed))
         self.recomputes_trained = bool(trained)
         self._awaited = clock.planned.union(trained) if trained else clock.planned
-        self._reduced_last: UnitRules[U] | None = None  # of the unit
-        self._actions: list[Action[U]] = []  # of the event that is handled
+        self._rules_of_reduced: UnitRules[U] | None = None  # of the unit that was reduced last
+        self._actions: list[Action[U]] = []  # of the last event: a new list for each
 
     # -- properties of units -----------------------------------------------------------------------------------------
 
@@ -182,12 +182,16 @@ class BackwardSchedule(Generic[U]):
 
     # -- expectations ------------------------------------------------------------------------------------------------
 
-    def expect(self, unit: U) -> None:
-        """Expect gradients of `unit`, from this backward or from earlier ones."""
-        if self._rules[unit].reduces:
-            self.reductions.expect(unit)
-        else:
-            self.windows[unit] = None
+    def expect(self, *units: U) -> None:
+        """Expect gradients of `units`, from this backward or from earlier ones."""
+        reduced = []
+        for unit in units:
+            if self._rules[unit].reduces:
+                reduced.append(unit)
+            else:
+                self.windows[unit] = None
+        if reduced:
+            self.reductions.expect(*reduced)
 
     def expect_recomputed(self) -> None:
         """Expect gradients of units that get a graph during the backward, on all ranks."""
@@ -200,6 +204,7 @@ class BackwardSchedule(Generic[U]):
     def reached(self, unit: U, *, inner: bool) -> list[Action[U]]:
         """The backward reaches `unit`: gather it, after all units before it. `inner`: in a graph task inside of that
         of this backward."""
+        actions = self._actions = []
         if self.clock.tied_owners:
             self.tied_owners.reached(unit)
         # A graph made by a reentrant checkpoint is reached at the checkpoint's place, not at that of another graph that
@@ -212,15 +217,14 @@ class BackwardSchedule(Generic[U]):
             # user. Done before others are gathered, since each takes memory.
             self._pass(min(map(self.clock.ended.get, needed, repeat(NEVER))), inner=in_task)
         for each in needed:
-            is_unsharded = self._is_unsharded if self._actions else self._facts.is_unsharded
+            is_unsharded = self._is_unsharded if actions else self._facts.is_unsharded
             if not (is_unsharded(each) and (inner or self.gathers.is_past(each))):
-                self.gather_in_turn(each)
+                self._gather_in_turn(each)
         if unit in self.clock.planned and not (inner or self.gathers.is_over):
             self._prefetch_after(unit)
-        actions, self._actions = self._actions, []
         return actions
 
-    def gather_in_turn(self, unit: U) -> None:
+    def _gather_in_turn(self, unit: U) -> None:
         """Gather `unit`, and all units whose turn comes before."""
         if not (self.gathers.has_turn(unit) or self._is_unsharded(unit)):
             self._gather_at_halfway(self._halfway.end_all())
@@ -228,28 +232,28 @@ class BackwardSchedule(Generic[U]):
 
     def progressed(self, unit: U, elements: int) -> list[Action[U]]:
         """So many `elements` of gradients of `unit` have arrived: gather the next unit when they are half of all."""
+        actions = self._actions = []
         if following := self._halfway.gradient_elements_arrived(unit, elements):
             self._gather_at_halfway(following)
-        actions, self._actions = self._actions, []
         return actions
 
     def left(self, unit: U) -> list[Action[U]]:
         """As far as the gradients of `unit` show, its part is over: free it, and prefetch if that is its setting."""
+        actions = self._actions = []
         self._leave(unit)
-        actions, self._actions = self._actions, []
         return actions
 
     def completes(self, unit: U, *, in_use: bool) -> list[Action[U]]:
         """All gradients of `unit` that this backward computes have arrived: free it, unless it is `in_use`, and reduce
         it in its turn."""
+        actions = self._actions = []
         self.completed.add(unit)
         if not in_use:
             self._leave(unit)  # before the reduction allocates memory
-        self.ready(unit)
-        actions, self._actions = self._actions, []
+        self._ready_to_reduce(unit)
         return actions
 
-    def ready(self, unit: U) -> None:
+    def _ready_to_reduce(self, unit: U) -> None:
         """Reduce `unit` in its turn."""
         if self._rules[unit].prefetch == "halfway" and (following := self._halfway.end(unit)):
             self._gather_at_halfway(following)
@@ -268,6 +272,7 @@ class BackwardSchedule(Generic[U]):
     def recomputed(self, unit: U, *, inner: bool, region: CheckpointRegion | None) -> list[Action[U]]:
         """The forward of `unit` runs in this backward: gather it, after all units before it. `region`: that of the
         reentrant checkpoint that runs."""
+        actions = self._actions = []
         clock, needed = self.clock, (*self._rules[unit].owners, unit)
         if not inner:
             due = [clock.due.get(each, NEVER) for each in needed]
@@ -277,15 +282,15 @@ class BackwardSchedule(Generic[U]):
         for each in needed:
             # Outside of inner tasks also if it is unsharded: the driver refuses one whose gradients are in its memory.
             if not (inner and self._is_unsharded(each)):
-                self.gather_in_turn(each)
+                self._gather_in_turn(each)
         if not inner and unit in clock.recomputed and unit not in clock.planned:
             self._prefetch_after(unit)
-        actions, self._actions = self._actions, []
         return actions
 
     def ended(self) -> list[Action[U]]:
         """The graph task has ended: complete all units that other ranks' backwards may have reached, and reduce them.
         [Note: passed over]"""
+        actions = self._actions = []
         if self.brings:
             self._pass(-1, inner=False, awaits=False)
             for unit in self.clock.sequence:
@@ -296,7 +301,6 @@ class BackwardSchedule(Generic[U]):
                 if unit not in self.expecting:
                     self._participate(unit)
             self._reduce(rest)
-        actions, self._actions = self._actions, []
         return actions
 
     # -- gathers -----------------------------------------------------------------------------------------------------
@@ -341,10 +345,11 @@ class BackwardSchedule(Generic[U]):
         for group in groups:
             if not self.gathers.is_over:
                 began = self.clock.began.get(group[0], NEVER) if len(group) == 1 else self.clock.began_first(group)
-                self._gather(self.gathers.due_before(began), ahead=True)
+                if due := self.gathers.due_before(began):
+                    self._gather(due, ahead=True)
             self._actions.append(("reduce", group))
-            self._reduced_last = self._rules[group[-1]]
-        reduced, to_come = self._reduced_last, self.reductions.expected
+            self._rules_of_reduced = self._rules[group[-1]]
+        reduced, to_come = self._rules_of_reduced, self.reductions.expected
         if reduced is not None and reduced.prefetch == "halfway" and not reduced.targets and self.gathers.is_over:
             self._actions.append(("last turn", tuple(self.reductions.outstanding())))
         else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from .forward_record import ForwardRecord
+from .forward_schedule import ForwardRecord
 
 U = TypeVar("U", bound=Hashable)
 Cut = Callable[[Iterable[U]], Iterable[tuple[U, ...]]]
@@ -126,10 +126,11 @@ class ReduceOrder(Generic[U]):
         self._in_order: list[U] | None = []  # the outstanding units, the next one last; None when it must be sorted
         self._ready: set[U] = set()
 
-    def expect(self, unit: U) -> None:
-        """Expect a reduction of `unit` (another one if it had one)."""
-        if unit not in self.expected:
-            self.expected[unit] = self._record.position(unit)
+    def expect(self, *units: U) -> None:
+        """Expect a reduction of each of `units` (another one if it had one)."""
+        new = [unit for unit in units if unit not in self.expected]
+        if new:
+            self.expected.update(zip(new, self._record.positions(new), strict=True))
             self._in_order = None
 
     def ready(self, unit: U) -> None:
