@@ -63,6 +63,28 @@ def test_the_rest_of_a_model_goes_with_it_when_its_part_stays() -> None:
         other(X).sum().backward()
 
 
+@pytest.mark.parametrize("ran", ["never", "evaluated", "trained"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_model_is_freed_without_the_garbage_collector(ran: str, strategy: str) -> None:
+    with fake_world(2):
+        gc.collect()
+        gc.disable()
+        try:
+            part = FullyShardedDataParallel(linear(), sharding_strategy=strategy)
+            model = FullyShardedDataParallel(nn.Sequential(part, linear()), sharding_strategy=strategy)
+            if ran != "never":
+                with torch.set_grad_enabled(ran == "trained"):
+                    output = model(X).sum()
+            if ran == "trained":
+                output.backward()
+                del output
+            gone = [weakref.ref(inspect.unit(each)) for each in (part, model)]
+            del part, model
+            assert [each() for each in gone] == [None, None]
+        finally:
+            gc.enable()
+
+
 def test_a_part_that_copies_share_does_not_keep_a_model_from_being_copied() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
