@@ -92,7 +92,7 @@ class Command(Settings):
     overwrite: bool = setting(False, "with --export: replace an existing export, and nothing else")
     dry_run: bool = setting(False, "instead of training, print units, bytes per rank and traffic; needs no accelerator")
     world_size: Count | None = setting(
-        None, "with --dry-run: number of ranks to plan for; none for the number that would start"
+        None, "with --dry-run: number of ranks to plan for (default: the number that would start)"
     )
     measure: bool = setting(False, "with --dry-run: also run one real step and print the size of the saved activations")
 
@@ -246,7 +246,7 @@ class Job:
         if self.demo is None:
             return f"{where}; model: {self.task.model}"
         text = "Python's library" if self.demo.text is None else self.demo.text
-        return f"{where}; text: {text}; model: {self.demo.layers} blocks of width {self.demo.width}"
+        return f"{where}; text: {text}; model: {self.demo.layers} block{'' if self.demo.layers == 1 else 's'} of width {self.demo.width}"
 
 
 def changed(given: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -31,7 +31,8 @@ def announcement(arguments: Sequence[str]) -> str:
     if "model" in given:
         return f"starting {where}; model: {given['model']}"
     text = given.get("text", "Python's library")
-    return f"starting {where}; text: {text}; model: {given['layers']} blocks of width {given['width']}"
+    blocks = "1 block" if str(given["layers"]) == "1" else f"{given['layers']} blocks"
+    return f"starting {where}; text: {text}; model: {blocks} of width {given['width']}"
 
 
 def _ranks(ranks: Any, device: str) -> str:

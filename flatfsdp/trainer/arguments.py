@@ -107,10 +107,10 @@ class FSDPArguments(Settings):
     )
     reshard_after_forward: Count | bool | None = setting(
         None,
-        "whether to reshard parameters between forward and backward, or the number of ranks to reshard over; "
-        "none for the strategy's default",
+        "whether to reshard parameters between forward and backward, or the number of ranks to reshard over "
+        "(default: the strategy's)",
     )
-    replicas: Count | None = setting(None, "number of model replicas in the hybrid strategies; none for one per node")
+    replicas: Count | None = setting(None, "number of model replicas in the hybrid strategies (default: one per node)")
     units: Units = setting(
         "auto", "submodules to shard as units: auto, none, a path or a class, or several separated by commas"
     )
@@ -119,17 +119,17 @@ class FSDPArguments(Settings):
     fp16: bool = setting(
         False, "compute in fp16 with loss scaling and reduce gradients in fp32; sets param_dtype and reduce_dtype"
     )
-    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16; none for the parameters' own dtype")
-    reduce_dtype: DType | None = setting(None, "dtype in which gradients are reduced; none for the compute dtype")
-    buffer_dtype: DType | None = setting(None, "dtype of buffers during computation; none for their own")
+    param_dtype: DType | None = setting(None, "dtype to compute in, such as bf16 (default: the parameters' own dtype)")
+    reduce_dtype: DType | None = setting(None, "dtype in which gradients are reduced (default: the compute dtype)")
+    buffer_dtype: DType | None = setting(None, "dtype of buffers during computation (default: their own)")
     gather_dtype: PackedDType | None = setting(
         None,
         "dtype in which parameters are all-gathered: int8 or fp8 (float8_e4m3fn), with a scale per 256 "
-        "values; none for the compute dtype",
+        "values (default: the compute dtype)",
     )
     reduce_bits: Bits | None = setting(
         None,
-        "bits per value in which gradients are reduced, 8 or 4, with a scale per 256 values; none for reduce_dtype",
+        "bits per value in which gradients are reduced, 8 or 4, with a scale per 256 values (default: reduce_dtype)",
     )
     reduce_error_feedback: bool = setting(
         False, "carry the rounding errors of reduce_bits over to the next gradients; the errors stay on the device"
@@ -141,15 +141,14 @@ class FSDPArguments(Settings):
     layout: Layout | None = setting(
         None,
         "how a unit is split across ranks: flat (all its parameters as a single flat one, with the least "
-        "padding) or rows (each parameter by whole rows); none for the default: flat for the wrapper, "
-        "rows for fully_shard",
+        "padding) or rows (each parameter by whole rows) (default: flat for the wrapper, rows for fully_shard)",
     )
     activation_checkpointing: bool = setting(False, "recompute the activations of each unit in the backward pass")
     checkpoint_every: Count = setting(1, "with activation_checkpointing: checkpoint only every Nth unit")
     checkpoint_policy: CheckpointPolicy | None = setting(
         None,
         "with activation_checkpointing: which operations to recompute, given as a policy_fn of "
-        "torch.utils.checkpoint.create_selective_checkpoint_contexts; none for all",
+        "create_selective_checkpoint_contexts in torch.utils.checkpoint (default: all)",
     )
     compile: bool = setting(False, "compile each unit with torch.compile")
     keep_frozen_unsharded: bool = setting(
@@ -254,7 +253,7 @@ class TrainingArguments(Settings):
     decay: Annotated[Positive, Field(le=1)] | None = setting(
         None,
         "with scheduler=wsd: fraction of the run (without the warmup) at its end over which the learning rate "
-        "decays; none for 0.2",
+        "decays (default: 0.2)",
     )
     clip: Positive | None = setting(None, "maximum gradient norm, computed across all ranks")
     fused_loss: bool = setting(False, "compute head and loss in chunks, so that the full logits are never in memory")
@@ -263,7 +262,7 @@ class TrainingArguments(Settings):
     eval_every: Count | None = setting(None, "evaluate every N steps")
     eval_at_end: bool = setting(True, "evaluate at the end if there is evaluation data")
     eval_batches: Count | None = setting(
-        None, "evaluate only the first N microbatches, counted across all ranks; none for all"
+        None, "evaluate only the first N microbatches, counted across all ranks (default: all)"
     )
 
     save_every: Count | None = setting(None, "save a checkpoint every N steps")
@@ -295,11 +294,11 @@ class TrainingArguments(Settings):
     )
     peak_tflops: Positive | None = setting(
         None,
-        "peak TFLOPS of a device, for the utilization in the metrics; none for the value in its data sheet",
+        "peak TFLOPS of a device, for the utilization in the metrics (default: the value in its data sheet)",
     )
     plot: bool = setting(False, "plot the loss to an image in the output folder")
     device: Text = setting("auto", "cpu, cuda or another accelerator; auto uses an accelerator if there is one")
-    ranks: Count | None = setting(None, "processes to start; none for one per accelerator, or 2 on CPU")
+    ranks: Count | None = setting(None, "processes to start (default: one per accelerator, or 2 on CPU)")
     detect_nonfinite: bool = setting(
         False, "stop at the first NaN or inf and report where it occurred; slow, because every value is checked"
     )
@@ -364,10 +363,10 @@ class Task(Settings):
     )
     eval_data: Data | None = setting(None, "the evaluation dataset, or a function that returns it")
     objective: Annotated[Any, PlainValidator(Name(thing="an objective or a function"))] | None = setting(
-        None, "the objective to minimize; none for the loss that the model itself computes"
+        None, "the objective to minimize (default: the loss that the model itself computes)"
     )
     collate: Annotated[Any, PlainValidator(Name(thing="a function", is_thing=callable))] | None = setting(
-        None, "function that makes a microbatch from a list of samples; none for torch's default"
+        None, "function that makes a microbatch from a list of samples (default: torch's)"
     )
     tokenizer: Annotated[Any, PlainValidator(Name(thing="a tokenizer, a processor or a function"))] | None = setting(
         None, "tokenizer or processor; it is saved with the model"

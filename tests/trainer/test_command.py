@@ -249,6 +249,7 @@ def test_the_line_before_torch_is_imported_is_that_of_the_run(no_ranks: None, tm
     for line in (
         "--device cpu",
         "--device=cpu --ranks 3 --width 64 --layers=4 --layers 5 --seed 3",
+        "--device cpu --layers 1",
         f"--text {path} --device cpu",
         "--config run.json --width 8 --heads 4",
         " ".join([*OWN, "--device", "cpu"]),

@@ -48,7 +48,7 @@ class DemoOptions(Settings):
 
     text: FilePath | None = setting(
         None,
-        "a file, or a folder whose files are read in sorted order; none for the sources of Python's standard library",
+        "a file, or a folder whose files are read in sorted order (default: the sources of Python's standard library)",
     )
     valid_part: Annotated[float, Field(gt=0, lt=1)] = setting(
         0.05, "fraction of the bytes, at the end, to hold out for evaluation"

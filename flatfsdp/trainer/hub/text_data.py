@@ -32,7 +32,7 @@ class DataOptions(Settings):
     column: Text = setting("text", "column that holds the text, for records that are not conversations")
     sequence_length: Count = setting(512, "maximum number of tokens per sample")
     packing: bool | None = setting(
-        None, "concatenate samples and cut them to sequence_length; none to do so only for plain text"
+        None, "concatenate samples and cut them to sequence_length (default: only for plain text)"
     )
     streaming: bool = setting(False, "hf: stream the dataset rather than download it first")
     train_split: Text = setting("train", "hf: split to train on")

@@ -46,6 +46,8 @@ class Parser(argparse.ArgumentParser):
         if common is not None:
             shown &= {*common}
             self.epilog = "--help all lists every option."
+        else:
+            self.epilog = "The value none selects a default that is described in words."
         self.add_argument("-h", "--help", nargs="?", const="common", metavar="all", help="show this message and exit")
         tables = ", ".join(f"[{name}]" for name in groups)
         self.add_argument(
