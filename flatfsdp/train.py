@@ -246,7 +246,8 @@ class Job:
         if self.demo is None:
             return f"{where}; model: {self.task.model}"
         text = "Python's library" if self.demo.text is None else self.demo.text
-        return f"{where}; text: {text}; model: {self.demo.layers} block{'' if self.demo.layers == 1 else 's'} of width {self.demo.width}"
+        blocks = "1 block" if self.demo.layers == 1 else f"{self.demo.layers} blocks"
+        return f"{where}; text: {text}; model: {blocks} of width {self.demo.width}"
 
 
 def changed(given: Sequence[str], values: Mapping[str, str]) -> list[str]:
