@@ -158,6 +158,43 @@ def test_every_rank_ends_in_words(pool3: Run, fault: str, front: str) -> None:
     assert max(seconds for _, seconds in results) < SECONDS
 
 
+class Adapted(nn.Module):
+    """A unit that a rank may do without in its output, though it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        y = self.adapter(x)
+        return self.out(x + y if uses else x)
+
+
+def one_graph(rank: int, world: int) -> tuple[str, float]:
+    """One backward through two models, of which the last rank reduces units in another order: sums of the one would be
+    added to those of the other."""
+    torch.manual_seed(0)
+    nets: list[nn.Module] = [nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))), Adapted()]
+    encoder, decoder = (
+        FullyShardedDataParallel(
+            net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, join_units_below=0
+        )
+        for net in nets
+    )
+    began = time.monotonic()
+    with pytest.raises(AgreementError) as caught:
+        decoder(encoder(torch.ones(2, 4)), rank < world - 1).sum().backward()
+    return str(caught.value), time.monotonic() - began
+
+
+def test_two_models_in_one_graph_reduce_in_another_order(pool2: Run) -> None:
+    """Each model issued the same on all ranks, and nothing else compared the order of both."""
+    results = pool2(one_graph)
+    assert len({message for message, _ in results}) == 1
+    assert "beside other models, in the order of model:unit" in results[0][0]
+    assert max(seconds for _, seconds in results) < SECONDS
+
+
 def in_the_same_structure(rank: int, world: int, front: str) -> None:
     """Trees that are equal on all ranks, and others in every step."""
     model = shard(front, Net(front))

@@ -209,6 +209,7 @@ class Agreement(Peers):
         self.sequence.start("a backward")
         if self.member.turns is not None:
             self.member.take("began a backward")
+            self.in_turns, self.scope = self.member.turns.in_turns, self.peers.scope
         try:
             self.unused.begin(self.sequence.position)
         except RuntimeError as error:
@@ -223,7 +224,25 @@ class Agreement(Peers):
         unused]"""
         if not self.peers.axes:
             return lacking
-        return self.sequence.end_backward(self._issued(tuple(gathered), tuple(reduced)), lacking)
+        op = self._issued(tuple(gathered), tuple(reduced))
+        if self.in_turns:
+            op = self._with_other_models(op)
+        return self.sequence.end_backward(op, lacking)
+
+    def _with_other_models(self, op: Op) -> Op:
+        """`op`, with the order in which backwards of several models have issued their collectives, if these alternate
+        in one graph."""
+        assert self.in_turns is not None
+        issued = [*self.in_turns]
+        self.in_turns.clear()
+        if all(scope == self.scope for scope, _, _ in issued):
+            return op
+        orders = {
+            verb: " ".join(f"{scope.rpartition('.')[2]}:{unit}" for scope, each, unit in issued if each == verb)
+            for verb in ("gather", "reduce")
+        }
+        words = f"{op.words}; beside other models, in the order of model:unit, gathered {orders['gather'] or 'none'}"
+        return op._replace(code=hash63(f"{op.code} {orders}"), words=f"{words}, reduced {orders['reduce'] or 'none'}")
 
     def check_unforeseen(self) -> None:
         """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that
@@ -236,6 +255,8 @@ class Agreement(Peers):
         """Check, after a backward that brought no gradients, that these units were gathered on all ranks. Not
         collective, since some ranks may wait for a gather."""
         if self.peers.watch is not None:
+            if self.in_turns:
+                self.in_turns.clear()
             self.peers.raise_verdict()
             self.sequence.show(self._issued(tuple(gathered), None), issued=self.sequence.issued)
 
@@ -313,6 +334,8 @@ class Agreement(Peers):
     def publish_abandoned(self, error: BaseException | None) -> None:
         """Notify the others that an exception ended the iteration here, without waiting for them or raising."""
         self._opening = None
+        if self.in_turns:
+            self.in_turns.clear()
         self.sequence.publish_abandoned(error)
 
     def meet_abandoned(self) -> None:

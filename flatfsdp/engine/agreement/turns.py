@@ -131,6 +131,7 @@ class Turns(OpSequence):
         peers.scope, peers.watch = f"{first.scope}.turns of {peers.ranks[0]}", first.watch
         super().__init__(peers)
         self.meetings = _TurnMeetings(peers)
+        self.in_turns: list[tuple[str, str, int]] = []  # `Peers.in_turns` of the models
         self._models = weakref.WeakSet(each.sequence for each in members)
         for each in members:
             each.turns = self

@@ -81,7 +81,13 @@ class Peers:
         stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
             code that does so.
         forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
+        in_turns: what backwards of all models over one process group have issued since ranks compared it, as (model,
+            verb, unit); None while there is no other model.
+        scope: the name of this model, the same on all ranks.
     """
+
+    in_turns: list[tuple[str, str, int]] | None = None
+    scope = ""
 
     def __init__(self) -> None:
         self.stepped = self.loaded = self.forwards_are_local = False

@@ -252,6 +252,10 @@ class Backward:
                         self.gathered += [unit.place.index for unit in units]
                     elif units[0].launch_unshard(ahead=verb == "ahead"):
                         self.gathered.append(units[0].place.index)
+                    else:
+                        continue
+                    if (in_turns := self.agreement.in_turns) is not None:
+                        in_turns += [(self.agreement.scope, "gather", unit.place.index) for unit in units]
                 elif verb == "close":
                     units[0].reshard(SHOWS_GUARDED, unreached=True)
                 elif verb == "reduce":
@@ -265,6 +269,8 @@ class Backward:
                     issued = self._coalescer.reduce(units)
                     self._in_flight = newer, InFlightReductions(units, issued, any(map(_ADVANCES_IN_WAITS, issued)))
                     self.reduced += units
+                    if (in_turns := self.agreement.in_turns) is not None:
+                        in_turns += [(self.agreement.scope, "reduce", unit.place.index) for unit in units]
                     if self.finisher.acts_early:
                         self._finish_early(older)  # overlaps with the reduction just issued
                 elif verb == "end turn" or verb == "last turn":
