@@ -28,6 +28,7 @@ from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.fake import fake_world
+from tests.harness.memory import Recording
 
 pytestmark = pytest.mark.distributed
 
@@ -289,6 +290,25 @@ def test_a_gradient_is_held_twice_only_between_its_reduction_and_the_end_of_its_
         assert first == [*reductions, ("end", 0)]
         # One gradient tensor is left, the earlier one: the one added to it has been freed.
         assert held() == theirs != []
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_last_gradient_is_freed_before_its_unit_is_reduced(dtype: torch.dtype | None) -> None:
+    """The peak of a backward with one unit, whose inputs need no gradient: the last gradient of a leaf completes it."""
+    rows, width = 1024, 256
+    mixed = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    with Recording() as recording, fake_world(2):
+        model = FullyShardedDataParallel(nn.Embedding(rows, width), use_orig_params=True, mixed_precision=mixed)
+        for number in range(3):
+            loss = model(torch.zeros(1, dtype=torch.int64)).sum()
+            recording.mark(f"before {number}")
+            loss.backward()
+            recording.mark(f"after {number}")
+            model.zero_grad()
+    usage, whole = recording.between("before 2", "after 2"), 4 * rows * width
+    # Slots of narrow parameters have memory of their own. A result of the reduction comes after the arrived gradient.
+    most = whole if dtype is None else whole + whole // 2
+    assert usage.peak - usage.start < most + whole // 4
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}], ids=named)

@@ -463,6 +463,7 @@ class UnitHooks:
         missing, collected = grads.missing, grads.slots.collected
         first = index in missing and index not in collected
         if grad is None or not first or grads.collects_in != _torch.graph_task():
+            del grad, collected  # what follows may allocate memory
             driver.leaf_ready(unit, kind, index)
             return
         # Most gradients only wait here for those of the same unit: `Gradients.arrive`, without its calls.
@@ -470,6 +471,7 @@ class UnitHooks:
         missing.remove(index)
         grads.arrived.add(index)
         collected[index] = grad
+        del grad, collected
         if not (missing or unit.backward.open_calls):
             driver.advance(unit, driver.iteration.backward)
 
