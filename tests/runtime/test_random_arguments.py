@@ -161,6 +161,8 @@ class Outer(nn.Module):
 
 
 class Net(nn.Module):
+    begins_with_shared = False  # the shared part gets the inputs, which need no gradients
+
     def __init__(self, drawn: random.Random, shared: nn.Module, recomputes: bool) -> None:
         super().__init__()
         self.first, self.shared, self.last = nn.Linear(WIDTH, WIDTH), shared, nn.Linear(WIDTH, WIDTH)
@@ -168,7 +170,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([Outer(each) if drawn.random() < 0.4 else each for each in blocks])
 
     def forward(self, x: Tensor, **state: Any) -> Tensor:
-        x = self.shared(self.first(x), **state)
+        x = self.shared(x.clone() if self.begins_with_shared else self.first(x), **state)
         for block in self.blocks:
             x = block(x, **state)
         y: Tensor = self.last(x)
@@ -181,7 +183,10 @@ def build(seed: int) -> list[Net]:
     torch.manual_seed(seed)
     recomputes = drawn.random() < 0.3  # then all blocks only read: a recomputation reads what the last write left
     shared = Block(drawn, drawn.choice((True, False)) if recomputes else None)
-    return [Net(drawn, shared, recomputes) for _ in range(drawn.choice((1, 1, 2)))]
+    nets = [Net(drawn, shared, recomputes) for _ in range(drawn.choice((1, 1, 2)))]
+    for net in nets if random.Random(f"begins {seed}").random() < 0.4 else ():
+        net.begins_with_shared = True
+    return nets
 
 
 def parameters(nets: list[Any]) -> dict[str, nn.Parameter]:
