@@ -243,6 +243,16 @@ def test_a_rank_that_ended_after_fewer_steps_is_compared_with_models_that_exist(
     assert "3 steps" not in str(world.models[0].error)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_rank_that_destroyed_an_earlier_process_group_is_not_taken_for_lost(before: bool) -> None:
+    """Programs may destroy their process group, and create one again in the same launch."""
+    text = ExitRecord(1, "destroyed its process group").left_now()
+    since = stores.Moment.now()
+    found = ExitRecord.left_after(since, text if before else ExitRecord(1, "destroyed its process group").left_now())
+    assert (found is None) == before
+    assert ExitRecord.left_after(since, None) is ExitRecord.left_after(since, "[1, 2]") is None
+
+
 def test_a_report_names_ranks_that_did_not_begin_the_last_step(texts: list[str]) -> None:
     flatfsdp.set_collective_timeout(report_after=0.01)
     world = World(2)

@@ -171,6 +171,7 @@ class StatusPoll:
         self._world = world
         self._open: list[_OpenPoll] = []
         self._refused_at, self._refusals = 0, 0
+        self._since = stores.Moment.now()
 
     @property
     def period(self) -> float:
@@ -234,6 +235,8 @@ class StatusPoll:
                 continue
             if (answer := RankStatus.of(self._store.read(f"{place}/{rank}"))) is not None:
                 answers[rank] = answer
+            elif (left := ExitRecord.left_after(self._since, self._store.read(f"left/{rank}"))) is not None:
+                ended[rank] = left
             elif (process := ProcessIdentity.of(parse(self._store.read(f"here/{rank}")))) is not None:
                 unresponsive[rank] = process
             else:
@@ -305,6 +308,17 @@ class ExitRecord(NamedTuple):
             case [int(rank), str(words), str() | None as cause, dict(progress)]:
                 return cls(rank, words, cause, _numbers_in(progress))
         return None
+
+    def left_now(self) -> str:
+        """The text for `left/RANK` of a rank whose watch ends now, while its process continues."""
+        return json.dumps(stores.Claim(json.dumps(self), stores.Moment.now()))
+
+    @classmethod
+    def left_after(cls, since: stores.Moment, text: str | None) -> ExitRecord | None:
+        """The record that `left_now` has written; None for other texts, and for one from before `since`: the rank has
+        destroyed an earlier process group, and may not have used this one yet."""
+        left = stores.Claim.of(text or "")
+        return None if left is None or left.at.is_before(since) else cls.of(parse(left.name))
 
     @classmethod
     def read_all(cls, notes: StoreClient) -> dict[int, ExitRecord]:
