@@ -42,11 +42,17 @@ PART = re.compile(r"(<!-- made by tools/internals\.py: (.+?) -->\n).*?(<!-- end 
 
 
 @lru_cache
-def docstrings(file: str) -> dict[int, str]:
-    """The docstrings of the functions of a file, by the line at which each begins, decorators included."""
+def functions(file: str) -> dict[int, tuple[str, str]]:
+    """The class, or "", and the docstring of each function of a file, by the line at which it begins, decorators
+    included."""
+    tree = ast.parse(Path(file).read_text())
+    owners = {id(each): node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
     return {
-        min([node.lineno, *(each.lineno for each in node.decorator_list)]): ast.get_docstring(node) or ""
-        for node in ast.walk(ast.parse(Path(file).read_text()))
+        min([node.lineno, *(each.lineno for each in node.decorator_list)]): (
+            owners.get(id(node), ""),
+            ast.get_docstring(node) or "",
+        )
+        for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
 
@@ -69,7 +75,7 @@ def summary_of(text: str) -> str:
 COLLECTIVES = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
 LONG = 4  # lines that are not repeated
 LEADS = 3  # lines after which a function is of interest that has no verb
-DECIDES = re.compile(r"schedule/\w+_schedule\.py")  # what is asked there decides what is done
+DECIDES = re.compile(r"\w+Schedule$")  # what is asked there decides what is done
 BOOKKEEPING = re.compile(r"(base/events|comm/comm_stats|agreement/sequence_predictor|layout/layout)\.py$|record_event$")
 STILL = re.compile(
     r"((Whether|Which|The|An?|This|All|Each|One|It|Of|By|Every|No|None|These|Those|Its|Units|Bytes)\b|`)"
@@ -81,11 +87,22 @@ class Step(NamedTuple):
 
     depth: int
     file: str
+    owner: str  # the class of the function
     function: str
     words: str
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Equal for calls of one function, and for equal events."""
+        return self.file, self.owner, self.function or self.words
 
-USER = Step(0, "the user's program", "", "")
+    @property
+    def room(self) -> tuple[str, str]:
+        """The class, or the functions of the file outside of classes."""
+        return self.file, self.owner
+
+
+USER = Step(0, "the user's program", "", "", "")
 
 
 class Block(nn.Module):
@@ -122,19 +139,19 @@ class Walk(TorchDispatchMode):
         file = code.co_filename
         ours = file.startswith(f"{PACKAGE}/")
         if event == "call" and ours:
-            words = summary_of(docstrings(file).get(code.co_firstlineno, ""))
+            owner, text = functions(file).get(code.co_firstlineno, ("", ""))
             place = Path(file).relative_to(PACKAGE).as_posix().removeprefix("engine/")
-            self.steps.append(Step(self._depth, place, code.co_name, words))
+            self.steps.append(Step(self._depth, place, owner, code.co_name, summary_of(text)))
             self._depth += 1
         elif event == "return" and ours:
             self._depth -= 1
         elif event == "call" and code is Block.forward.__code__:
-            self.steps.append(Step(self._depth, "", "", "the module computes"))
+            self.steps.append(Step(self._depth, "", "", "", "the module computes"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            self.steps.append(Step(self._depth, "", "", COLLECTIVES.get(name, name.strip("_"))))
+            self.steps.append(Step(self._depth, "", "", "", COLLECTIVES.get(name, name.strip("_"))))
         return func(*args, **(kwargs or {}))
 
 
@@ -186,8 +203,8 @@ class Call(NamedTuple):
     inner: list[Call]
 
     @property
-    def place(self) -> tuple[str, str]:
-        return self.step.file, self.step.function or self.step.words
+    def place(self) -> tuple[str, str, str]:
+        return self.step.place
 
     @property
     def size(self) -> int:
@@ -211,25 +228,26 @@ def calls_of(steps: list[Step]) -> list[Call]:
     return outermost
 
 
-def actions(calls: list[Call], around: str = "") -> list[Call]:
-    """The calls that do something: each enters another file than `around`, or leads into one. Calls that only answer a
-    question are left out, and equal ones that follow in the same call."""
+def actions(calls: list[Call], around: tuple[str, str] = ("", "")) -> list[Call]:
+    """The calls that do something: each enters another class or file than `around`, or leads into one. Calls that only
+    answer a question are left out, and equal ones that follow in the same call."""
     found: list[Call] = []
     for call in calls:
         step = call.step
-        inner = actions(call.inner, step.file)
+        inner = actions(call.inner, step.room)
         hidden = BOOKKEEPING.search(step.file) or BOOKKEEPING.search(step.function) or step.function.startswith("<")
         hidden = hidden or (not step.words and step.function.startswith("_"))
-        still = STILL.match(step.words) and sum(each.size for each in inner) < LEADS and not DECIDES.match(step.file)
+        still = STILL.match(step.words) and sum(each.size for each in inner) < LEADS and not DECIDES.match(step.owner)
         if step.file and (hidden or still):
-            found += [each for each in inner if each.step.file != around or each.inner]
-        elif inner or step.file != around:
+            found += [each for each in inner if each.step.room != around or each.inner]
+        elif inner or step.room != around:
             found.append(Call(step, inner))
     seen: set[tuple[Any, ...]] = set()
     return [each for each in found if (shape := each.shape()) not in seen and not seen.add(shape)]
 
 
-Edges = set[tuple[tuple[str, str], tuple[str, str]]]
+Place = tuple[str, str, str]
+Edges = set[tuple[Place, Place]]
 
 
 def lines_of(calls: list[Call], seen: Edges, depth: int = 0) -> Iterator[str]:
@@ -264,7 +282,7 @@ def in_words(front: str, action: str) -> str:
     return "\n".join(lines)
 
 
-def only_there(calls: list[Call], known: set[tuple[str, str]], around: Step) -> Iterator[Call]:
+def only_there(calls: list[Call], known: set[Place], around: Step) -> Iterator[Call]:
     """The calls of functions that are not `known`, up to known ones; each inside of the one that leads to it."""
     for call in calls:
         inner = call.inner
@@ -275,7 +293,7 @@ def only_there(calls: list[Call], known: set[tuple[str, str]], around: Step) -> 
             yield from only_there([each], known, call.step)
 
 
-def until(call: Call, known: set[tuple[str, str]]) -> tuple[Call, list[Call]]:
+def until(call: Call, known: set[Place]) -> tuple[Call, list[Call]]:
     """The call without those in known ones, and these."""
     inner: list[Call] = []
     left: list[Call] = []
@@ -292,8 +310,8 @@ def until(call: Call, known: set[tuple[str, str]]) -> tuple[Call, list[Call]]:
 
 def difference(front: str, other: str) -> str:
     """What the walks of a front have that those of the `other` have not."""
-    known = {(step.file, step.function or step.words) for steps in walked(other).steps.values() for step in steps}
-    merged: dict[tuple[str, str], Call] = {}
+    known = {step.place for steps in walked(other).steps.values() for step in steps}
+    merged: dict[Place, Call] = {}
     for steps in walked(front).steps.values():
         for call in only_there(actions(calls_of(steps)), known, USER):
             inner = merged.setdefault(call.place, Call(call.step, [])).inner

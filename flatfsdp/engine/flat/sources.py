@@ -132,6 +132,7 @@ class ShardSource(UnshardSource):
             self.pieces = pieces
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        """Copy the only piece to its place, and gather from there."""
         segment, start = unsharded.segments[0], self.transport.group.rank * self._only.numel()
         with stream.running():
             own = segment[start : start + self._only.numel()].copy_(self._only, non_blocking=True)

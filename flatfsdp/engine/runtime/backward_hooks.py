@@ -228,7 +228,7 @@ class BackwardHooks:
             if unit.expects_gradients and not (unit.is_unsharded or backward.schedule.gathers.has_turn(unit)):
                 return  # freed when that call had finished
         begun = unit.phase is PRE_BACKWARD
-        if not self._opens(unit, call, backward):
+        if not self._must_gather(unit, call, backward):
             return
         for handle, views, _ in unit.kinds:
             if handle.state is UNSHARDED:
@@ -249,7 +249,7 @@ class BackwardHooks:
         if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):
             late_gradients.await_customs(unit, nodes[-1:], self.of_unit[unit].custom_ran)
 
-    def _opens(self, unit: Unit, call: ForwardCall | None, backward: Backward) -> bool:
+    def _must_gather(self, unit: Unit, call: ForwardCall | None, backward: Backward) -> bool:
         """The backward of `call` begins, None for one whose end nothing will show: whether it needs parameters of
         `unit` that may not be unsharded."""
         own = unit.backward

@@ -178,7 +178,8 @@ class ForwardDriver:
 
     def take_turn(self, unit: Unit, *, runs: bool = False) -> list[Action[Unit]]:
         """It is the turn of `unit`, on all ranks: compare this, and record it; returns what gathers it, and possibly
-        the next. `runs`: it is called inside of its own forward. Collective if ranks were not expected here."""
+        the next. `runs`: it is called inside of its own forward. Collective if ranks were not expected here, and at
+        the first turn of a forward if units were kept."""
         self._compare_turn(unit, runs=runs)
         iteration, owners, training = self.iteration, unit.owning_units, torch.is_grad_enabled()
         record, saving = iteration.record, _torch.saving()
