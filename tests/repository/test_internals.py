@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,20 @@ def requests_in(function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
             yield kind, each
 
 
+@lru_cache
+def makers_of_keys() -> dict[str, str]:
+    """Functions of modules that only make a key of their arguments: regular expressions for it."""
+    return {
+        made.name: "".join(
+            re.escape(each.value) if isinstance(each, ast.Constant) else ".+" for each in of.value.values
+        )
+        for path in sorted((ENGINE / "agreement").rglob("*.py"))
+        for made in ast.parse(path.read_text()).body
+        if isinstance(made, ast.FunctionDef)
+        if isinstance(of := made.body[-1], ast.Return) and isinstance(of.value, ast.JoinedStr)
+    }
+
+
 def keys_of(given: ast.expr, function: ast.FunctionDef, tree: ast.Module) -> Iterator[str]:
     """Regular expressions for the keys that an argument may be, as far as they are literal."""
     if isinstance(given, ast.Name):
@@ -135,6 +150,8 @@ def keys_of(given: ast.expr, function: ast.FunctionDef, tree: ast.Module) -> Ite
                 for each in ast.walk(other):
                     if isinstance(each, ast.Return) and isinstance(each.value, ast.JoinedStr):
                         yield from keys_of(each.value, other, tree)
+    elif isinstance(given, ast.Call) and isinstance(given.func, ast.Name) and given.func.id in makers_of_keys():
+        yield makers_of_keys()[given.func.id]
     elif isinstance(given, ast.Starred):
         yield from keys_of(given.value, function, tree)
     elif isinstance(given, ast.GeneratorExp):
