@@ -15,6 +15,8 @@ import pytest
 
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
 from flatfsdp.engine.agreement.unused_params import UnusedParams
+from flatfsdp.engine.watchdog.store import StoreGone
+from flatfsdp.errors import LostRankError
 
 pytestmark = pytest.mark.unit
 
@@ -28,6 +30,8 @@ class Waits(BaseException):
 class Store:
     """What ranks leave for each other, and their alarms."""
 
+    keeps_all = False  # also alarms that a rank raises again as it asks again, since it waits
+
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         self.alarms: list[str] = []
@@ -39,17 +43,39 @@ class Store:
     def read(self, key: str) -> str | None:
         return self.texts.get(key)
 
-    def count(self, key: str, step: int) -> int:
-        return 0
+    def count(self, key: str, step: int = 1) -> int:
+        number = int(self.texts.get(key, "0")) + step
+        if step:
+            self.texts[key] = str(number)
+        return number
+
+    def erase(self, *keys: str) -> None:
+        for key in keys:
+            del self.texts[key]
 
     def raise_alarm(self, alarm: str) -> None:
-        if alarm not in self.alarms:
+        if alarm not in self.alarms or self.keeps_all:
             self.alarms.append(alarm)
 
     def wait(self, complete: Any, seconds: float) -> bool:
         if not complete():
             raise Waits
         return True
+
+
+class GoneStore(Store):
+    """The process that served it has ended."""
+
+    def wait(self, complete: Any, seconds: float) -> bool:
+        raise StoreGone("gone")
+
+
+def agreement_of(rank: int, world: int, store: Store, kind: type[UnusedParams] = UnusedParams) -> UnusedParams:
+    """That of one rank."""
+    peers = RankExchange()
+    watch: Any = SimpleNamespace(store=store, waiting=lambda *args, **how: nullcontext())
+    peers.rank, peers.ranks, peers.scope, peers.watch = rank, tuple(range(world)), "model", watch
+    return kind(peers)
 
 
 class Rank:
@@ -63,10 +89,7 @@ class Rank:
     unused_class: type[UnusedParams] = UnusedParams
 
     def __init__(self, rank: int, store: Store, lacking: list[list[int]], ahead: int) -> None:
-        peers = RankExchange()
-        watch: Any = SimpleNamespace(store=store, waiting=lambda *args, **how: nullcontext())
-        peers.rank, peers.ranks, peers.scope, peers.watch = rank, tuple(range(len(lacking[0]))), "model", watch
-        self.unused = self.unused_class(peers)
+        self.unused = agreement_of(rank, len(lacking[0]), store, self.unused_class)
         self.compared: list[bool] = []
         self.absent: list[int] = []
         self.position = 0
@@ -101,7 +124,7 @@ class Rank:
 
     def watch(self) -> None:
         """The watchdog reads alarms."""
-        for alarm in self._store.alarms:
+        for alarm in [*self._store.alarms]:
             _, scope, at = json.loads(alarm)
             self.unused.consider(scope, at, self.position)
 
@@ -138,12 +161,32 @@ def problem_of(seed: int, rank_class: type[Rank] = Rank) -> str:
         everywhere = functools.reduce(operator.and_, lacks)
         if any(each.absent[number] != everywhere for rank, each in enumerate(ranks) if lacks[rank]):
             return f"of {lacks} ranks take {[each.absent[number] for each in ranks]} for absent"
-    return ""
+    for rank in ranks:  # the last ones that were asked look
+        rank.unused.begin(10**4)
+    return f"these stay: {store.texts}" if store.texts else ""
 
 
 def test_all_ranks_begin_to_compare_in_the_same_backward() -> None:
     found = {seed: problem for seed in range(300) if (problem := problem_of(seed))}
     assert not found, found
+
+
+def test_answers_that_are_lost_with_the_store_are_not_guessed() -> None:
+    """A rank that took a missing answer for one of a rank that looks from the start on compared bitmaps alone."""
+    unused = agreement_of(0, 2, GoneStore())
+    assert unused.ask(1, 0b11) == 0  # the other one has ended, and lacked nothing
+    with pytest.raises(LostRankError, match=r"is gone, and rank 1 did not report which parameters"):
+        unused.begin(2)
+    assert not unused.compares
+
+
+def test_many_that_ask_raise_one_alarm() -> None:
+    store = Store()
+    store.keeps_all = True
+    for rank in range(40):
+        with pytest.raises(Waits):
+            agreement_of(rank, 41, store).ask(1, 0b1)
+    assert len(store.alarms) == 1
 
 
 def test_they_do_begin() -> None:

@@ -23,6 +23,20 @@ Together = tuple[frozenset[str], ...]  # sets of parameters, by their plain name
 _PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")  # added to names by wrappers
 
 
+class RunsBackward(torch.autograd.Function):
+    """The identity, whose backward runs a backward of another graph, as reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.run()
+        return grad, None
+
+
 def plain(name: str) -> str:
     """A parameter's or buffer's name without the prefixes of wrappers."""
     for prefix in _PREFIXES:

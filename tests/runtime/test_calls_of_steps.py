@@ -231,3 +231,21 @@ def test_a_checkpoint_more_takes_as_many_calls_in_a_deep_model() -> None:
     with fake_world(2):
         few, some, many = (calls(blocks) for blocks in (4, 8, 40))
     assert (many - some) / 32 <= (some - few) / 4 + 1, (few, some, many)
+
+
+def calls_of_a_frozen_step(operations: int) -> int:
+    """Calls of a backward through a frozen model, and as many operations before it."""
+    with fake_world(4):
+        model = FullyShardedDataParallel(network(FEW, Small).requires_grad_(False), auto_wrap_policy={Small})
+
+        def step() -> None:
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            for _ in range(operations):
+                x = torch.sin(x)
+            model(x).sum().backward()
+
+        return calls_after_some(step)
+
+
+def test_the_graph_of_a_frozen_model_is_not_walked() -> None:
+    assert calls_of_a_frozen_step(100) == calls_of_a_frozen_step(200)

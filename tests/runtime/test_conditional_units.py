@@ -19,6 +19,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.watchdog import store as stores
 from flatfsdp.errors import AgreementError, ConfigValueError, UsageError
 from tests.conftest import Run
+from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import shared_mesh
 from tests.harness.thorough import some
@@ -543,6 +544,45 @@ def differentiated(rank: int, world: int, any_order: bool, twice: bool) -> list[
 @pytest.mark.parametrize("twice", [False, True])
 def test_gradients_of_inputs(pool2: Run, any_order: bool, twice: bool) -> None:
     assert pool2(differentiated, any_order, twice) == [[], []]
+
+
+def without_any(rank: int, world: int, mixed: flatfsdp.MixedPrecision | None) -> tuple[bool, bool]:
+    """Gradients of inputs bring none of parameters, but ranks cannot know that: they reduce zeros, in a window too.
+    Whether residuals stay the same, and whether the sum of the window does."""
+    torch.manual_seed(0)
+    net = Pictured()
+    model = wrap(copy.deepcopy(net), mixed_precision=mixed)
+    flatfsdp.ensure_unit_participation(model.branch)
+    figures, used = flatfsdp.stats(model), (0, 1)
+
+    def slope(step: int) -> None:
+        x = data(rank, step).requires_grad_()
+        torch.autograd.grad(model(x, used).sum(), x)
+
+    model(data(rank, 0), used).square().sum().backward()
+    model.zero_grad()
+    owed = owed_by_all(model) if mixed else {}
+    figures.reset()
+    slope(1)
+    assert figures.comm["reduce_scatter"][0]
+    same = all(torch.equal(each, owed[name]) for name, each in (owed_by_all(model) if mixed else {}).items())
+    same = same and all(p.grad is None for p in model.parameters())
+    with model.no_sync():
+        model(data(rank, 2), used).square().sum().backward()
+    slope(3)
+    model(data(rank, 4), used).square().sum().backward()
+    for each in range(world):
+        for step in (2, 4):
+            (net(data(each, step), used).square().sum() / world).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        pairs = list(zip(model.parameters(), net.parameters(), strict=True))
+        return same, not any(unlike(p.grad, q.grad, rtol=1e-4, atol=1e-5) for p, q in pairs)
+
+
+def test_a_backward_that_reduces_zeros_changes_no_residual_and_no_window(pool2: Run) -> None:
+    assert pool2(without_any, None) == [(True, True)] * 2
+    few = flatfsdp.MixedPrecision(reduce_bits=4, reduce_error_feedback=True)
+    assert [same for same, _ in pool2(without_any, few)] == [True] * 2
 
 
 def left_unsharded(rank: int, world: int, any_order: bool) -> bool:

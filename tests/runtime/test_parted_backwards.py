@@ -17,7 +17,7 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
 from flatfsdp.engine.runtime.coalesced_collectives import apart
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
-from tests.harness.gradients import averaged_over_ranks, copied, unlike
+from tests.harness.gradients import RunsBackward, averaged_over_ranks, copied, unlike
 from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
@@ -693,21 +693,6 @@ def test_a_backward_through_a_unit_whose_forward_runs_is_refused(pool2: Run) -> 
         assert message.startswith("unit <root>: a backward inside its own forward reaches its parameters")
 
 
-class Unforeseen(torch.autograd.Function):
-    """Its backward runs a backward of another graph, which brings gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
-        ctx.run = run
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            ctx.run()
-        return grad, None
-
-
 def nested_in_queries(rank: int, world: int) -> bool:
     """Gradients of inputs: beside a chain of units a Function that brings gradients of the first one, in the second and
     third step. Then steps as usual."""
@@ -718,7 +703,7 @@ def nested_in_queries(rank: int, world: int) -> bool:
         aside = net(x + 1).square().sum()
         beside = x * 1.0
         if nests:
-            beside = Unforeseen.apply(beside, aside.backward)
+            beside = RunsBackward.apply(beside, aside.backward)
         torch.autograd.grad(hidden.sum() + beside.sum(), x)
 
     for step in range(6):

@@ -45,7 +45,7 @@ from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.delayed import backwards_released_late
 from tests.harness.error_feedback import owed_by_all
-from tests.harness.gradients import fill, names_of, together, unlike
+from tests.harness.gradients import RunsBackward, fill, names_of, together, unlike
 from tests.harness.played_fronts import InPlace, Wrapper, whole
 from tests.harness.thorough import seeds
 
@@ -560,25 +560,11 @@ def with_a_penalty(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     return gradient.detach()
 
 
-class Nested(torch.autograd.Function):
-    """Its backward runs another one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[], None]) -> Tensor:
-        ctx.run = run
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        ctx.run()
-        return grad, None
-
-
 def inside_of_a_query(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     """Gradients of inputs, beside a Function that brings those of parameters."""
     y = net(x.requires_grad_())
     loss = _loss(net(x.detach().flip(0))) * weight
-    beside = Nested.apply(x * 1.0, loss.backward)
+    beside = RunsBackward.apply(x * 1.0, loss.backward)
     (found,) = torch.autograd.grad(_loss(y) + beside.sum(), x)
     return found
 

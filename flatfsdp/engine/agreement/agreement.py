@@ -205,7 +205,11 @@ class Agreement:
         self.sequence.start("a backward")
         if self.member.turns is not None:
             self.member.take("began a backward")
-        self.unused.begin(self.sequence.position)
+        try:
+            self.unused.begin(self.sequence.position)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         self.sequence.progress.backwards += 1
 

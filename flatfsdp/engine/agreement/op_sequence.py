@@ -256,7 +256,7 @@ class OpSequence:
             answers = self._compare(op, expected, int(lacking > 0))
             unused.compares = unused.compares or any(lacks for _, lacks in answers.values())
         compares = unused.compares and peers.watch is not None
-        if lacking and not compares:
+        if lacking and not compares and peers.watch is not None:
             unused.reserve(at)
         # The part ends, and with it the count for comparison, before the watch sees the position.
         self._issued_before = self._comm_stats.issued + (len(peers.axes) if compares else 0)

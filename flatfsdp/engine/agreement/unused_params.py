@@ -11,11 +11,16 @@ lacked any, there is no bitmap. All ranks know when the first one follows:
 - In a model's first backward of a kind, ranks compare its last op in an exchange ([Note: agreement]), and whether any
   of them lacks gradients: then they reduce a bitmap, in this backward and in all later ones.
 - So they do once stand-ins take the places of batches, which all ranks know ([Note: uneven inputs]).
-- A rank that lacks some in a backward without a bitmap *asks*: it leaves its bits in the store, and raises an alarm.
-  The watchdogs of ranks past that place answer that these lack nothing, and from which place on they look before they
-  begin a backward: on accelerators they may be several backwards ahead. The main threads of ranks that lack some answer
-  with their bits. A rank that looks waits for all answers. Backwards that begin at the latest of these places, or
-  later, have a bitmap: no rank has begun one of them before it looked.
+- A rank that lacks some in a backward without a bitmap *asks*: it leaves its bits in the store, and the first one there
+  raises an alarm. The watchdogs of ranks past that place answer that these lack nothing, and from which place on they
+  look before they begin a backward: on accelerators they may be several backwards ahead. The main threads of ranks that
+  lack some answer with their bits. A rank that looks waits for all answers. Backwards that begin at the latest of these
+  places, or later, have a bitmap: no rank has begun one of them before it looked. The last rank that has looked erases
+  the answers.
+
+If the store is gone answers may be missing: those of ranks that lacked nothing and have ended their program. A rank
+that asks in the last backward needs no more than that. A further backward is refused, since this rank cannot know
+whether the others compare bitmaps in it.
 """
 
 from __future__ import annotations
@@ -30,12 +35,15 @@ import time
 
 import torch
 
-from ...errors import AgreementError, ranks_in_words
+from ...errors import AgreementError, LostRankError, ranks_in_words
 from ..base.wait_limits import blocked
-from ..watchdog.store import PERIOD, StoreGone
+from ..device.streams import Work
+from ..watchdog.status_report import server_ended
+from ..watchdog.store import PERIOD, StoreGone, where_it_was
 from ..watchdog.watchdog import PATIENCE
 from .rank_exchange import RankExchange
 
+_WHAT = "the other ranks to report which parameters they have no gradients for"
 _ANSWER = re.compile(r"(\d{1,18}):([0-9a-f]+):(\d{1,18})")
 
 
@@ -57,16 +65,33 @@ class UnusedParams:
         self.asked: list[int] = []
         self._answered: set[int] = set()
         self._from = math.inf  # the place from which on backwards have a bitmap
+        self._works: list[Work] = []  # of the last bitmap, of a rank that did not wait for it
 
     def begin(self, at: int) -> None:
-        """A backward that reduces begins, at this place of the sequence."""
-        if self.compares:
-            return
-        self._looks_from = at + 1  # stored before `asked` is read; the watchdog writes and reads in the opposite order
+        """A backward begins, at this place of the sequence. Waits for the last bitmap.
+
+        Raises:
+            LostRankError: the store is gone, and with it the answers of other ranks.
+        """
+        if self._works:
+            with blocked():
+                while self._works:
+                    self._works.pop().wait()
+        if not self.compares:
+            self._looks_from = at + 1  # before `asked` is read; the watchdog writes and reads in the opposite order
         while self.asked:
-            self._learn(self._answers(self.asked[0]))
+            answers = self._answers(self.asked[0])
+            missing = [rank for rank in self._peers.ranks if rank not in answers and rank != self._peers.rank]
+            if missing and not self.compares:
+                raise LostRankError(
+                    f"the store of the process group{where_it_was()} is gone, and {ranks_in_words(missing)} did not "
+                    "report which parameters they had no gradients for: this rank cannot know whether ranks compare "
+                    f"that from now on. {server_ended()}"
+                )
+            if not missing:
+                self._learn(answers)
             self.asked.pop(0)
-        self.compares = at >= self._from
+        self.compares = self.compares or at >= self._from
 
     # -- the bitmap --------------------------------------------------------------------------------------------------
 
@@ -77,8 +102,9 @@ class UnusedParams:
         if not lacking:
             if not self._ones:
                 self._ones = [torch.ones(self.count, dtype=torch.uint8, device=axis.device.device) for axis in axes]
-            for axis, ones in zip(axes, self._ones, strict=True):
-                axis.start_maximum(ones)  # which are the maximum
+            self._works = [axis.start_maximum(ones) for axis, ones in zip(axes, self._ones, strict=True)]
+            if self._peers.watch is not None:  # ones are the maximum; others still need them if this process ends now
+                self._peers.watch.outlast(self._works)
             return 0
         came = [1 - (lacking >> index & 1) for index in range(self.count)]
         bitmap = torch.tensor(came, dtype=torch.uint8, device=axes[0].device.device)
@@ -95,12 +121,18 @@ class UnusedParams:
 
     def ask(self, at: int, lacking: int) -> int:
         """`lacked_by_all` of a backward without a bitmap, which has ended at this place. Waits for the answers."""
-        store = self._peers.store
+        peers = self._peers
         with contextlib.suppress(StoreGone):
-            store.append(self._key(at), _answer(self._peers.rank, lacking, self._looks_from))
-            store.raise_alarm(json.dumps(["unused", self._peers.scope, at]))
+            peers.store.append(self._key(at), _answer(peers.rank, lacking, self._looks_from))
+            there = [*_answers_in(peers.store.read(self._key(at)) or "")]
+            if there[:1] == [peers.rank] and len(there) < len(peers.ranks):  # one alarm for all that ask
+                peers.store.raise_alarm(json.dumps(["unused", peers.scope, at]))
         answers = self._answers(at)
-        self._learn(answers)
+        if len(answers) == len(peers.ranks):
+            self._learn(answers)
+        else:  # a rank whose answer is missing lacked nothing, and has ended its program
+            self.asked.append(at)
+            return 0
         return functools.reduce(operator.and_, (lacks for lacks, _ in answers.values()), lacking)
 
     def consider(self, scope: str, at: int, position: int) -> bool:
@@ -119,7 +151,8 @@ class UnusedParams:
         self._from = min(self._from, max(looks_from for _, looks_from in answers.values()))
 
     def _answers(self, at: int) -> dict[int, tuple[int, int]]:
-        """For each rank the bits that it lacked in the backward at this place, and the place from which on it looks."""
+        """For each rank the bits that it lacked in the backward at this place, and the place from which on it looks.
+        Waits for all ranks; some are missing if the store is gone."""
         peers = self._peers
         assert peers.watch is not None
         store, began = peers.store, time.monotonic()
@@ -135,19 +168,19 @@ class UnusedParams:
                         found[rank] = 0, last
             return not missing
 
-        what = "the other ranks to report which parameters they have no gradients for"
-        with peers.watch.waiting(peers.ranks, f"waits for {what}", ends_by_notes=True):
-            try:
-                there = store.wait(complete, PATIENCE)
-            except StoreGone:  # the process that served it has continued to the program's end
-                there = True
-        if not there:
-            missing = [rank for rank in peers.ranks if rank not in found]
-            raise AgreementError(
-                f"waited {PATIENCE:.0f} s for {what}: no answer from {ranks_in_words(missing)}. Find out what stopped "
-                "the processes of these ranks"
-            )
-        return {rank: found.get(rank, (0, 0)) for rank in peers.ranks}
+        with (
+            peers.watch.waiting(peers.ranks, f"waits for {_WHAT}", ends_by_notes=True),
+            contextlib.suppress(StoreGone),
+        ):
+            if not store.wait(complete, PATIENCE):
+                missing = [rank for rank in peers.ranks if rank not in found]
+                raise AgreementError(
+                    f"waited {PATIENCE:.0f} s for {_WHAT}: no answer from {ranks_in_words(missing)}. Find out what "
+                    "stopped the processes of these ranks"
+                )
+            if store.count(f"{self._key(at)}/read") == len(peers.ranks):
+                store.erase(self._key(at), f"{self._key(at)}/read")
+        return {rank: found[rank] for rank in peers.ranks if rank in found}
 
     def _key(self, at: int) -> str:
         return f"{self._peers.scope}/unused/{at}"

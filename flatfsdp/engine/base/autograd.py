@@ -214,29 +214,33 @@ def customs_before(nodes: Iterable[Any], node: Any = None) -> list[Any]:
     """The nodes of custom autograd Functions that a backward reaches from `nodes`. With `node`: only those whose
     forward ran before that of `node`."""
     latest = math.inf if node is None else node._sequence_nr()
-    customs = torch.autograd.function.BackwardCFunction
-    return [each for each in _downstream(nodes) if isinstance(each, customs) and each._sequence_nr() < latest]
+    return [each for each in customs_in(downstream(nodes)) if each._sequence_nr() < latest]
 
 
-def accumulates_from(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether the running graph task, which flows on from `nodes`, accumulates gradients of any of `leaves`: also where
-    its graph is older than their present accumulators, which `will_accumulate` asks about."""
+def customs_in(nodes: Iterable[Any]) -> list[Any]:
+    """Those of `nodes` that are of custom autograd Functions."""
+    return [each for each in nodes if isinstance(each, torch.autograd.function.BackwardCFunction)]
+
+
+def accumulates_in(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether the running graph task accumulates gradients of any of `leaves` in `nodes`: these may be older than the
+    present accumulators of the leaves, which `will_accumulate` asks about."""
     known = set(map(id, leaves))
-    ends = (each for each in _downstream(nodes) if id(getattr(each, "variable", None)) in known)
+    ends = (each for each in nodes if id(getattr(each, "variable", None)) in known)
     return any(map(_torch.will_accumulate, ends))
 
 
 def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
     """Whether a backward reaches leaves other than `leaves` from `nodes`."""
     known = {id(None), *map(id, leaves)}
-    ends = (each for each in _downstream(nodes) if not each.next_functions)
+    ends = (each for each in downstream(nodes) if not each.next_functions)
     return any(id(getattr(each, "variable", None)) not in known for each in ends)
 
 
 def leaves_used_in(intervals: Iterable[tuple[int, int]], roots: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The leaves that are arguments of those nodes whose numbers lie in one of `intervals` (from the first to before
     the second), and that a backward reaches from the nodes `roots`."""
-    for node in _downstream(roots):
+    for node in downstream(roots):
         number = node._sequence_nr()
         if any([first <= number < after for first, after in intervals]):
             for following, _ in node.next_functions:
@@ -244,7 +248,7 @@ def leaves_used_in(intervals: Iterable[tuple[int, int]], roots: Iterable[Any]) -
                     yield following.variable
 
 
-def _downstream(nodes: Iterable[Any]) -> Iterator[Any]:
+def downstream(nodes: Iterable[Any]) -> Iterator[Any]:
     """`nodes` and all nodes that a backward reaches from them."""
     seen: set[Any] = {None}
     left = [each for each in nodes if each not in seen]

@@ -9,8 +9,10 @@ nothing. This is part of the plan that ranks compare when it begins. The graph t
 itself.
 Reentrant checkpoints, and custom Functions like them, compute gradients in graph tasks of their own: a backward that
 may reach some may bring gradients, and reduces zeros if it does not. So does one of conditional units, whose graphs
-differ between ranks ([Note: conditional units]). Which parameters got no gradient on any rank is found at the end, in
-any case ([Note: unused]). If a gradient arrives that none of this has shown, ranks compare that as well.
+differ between ranks ([Note: conditional units]). What a window of `no_sync()` has accumulated is reduced with these
+zeros, earlier than in the window's last backward; the sum is the same. Which parameters got no gradient on any rank is
+found at the end, in any case ([Note: unused]). If a gradient arrives that none of this has shown, ranks compare that as
+well.
 
 [Note: running backward] The object lives from the first gradient that reaches a unit until the graph task ends or
 fails. Its schedule decides which collectives it issues in which order ([Note: one clock]), and autograd when.
@@ -296,13 +298,16 @@ class Backward:
                 for leaf in unit.trainable_leaves():
                     if hooks.will_accumulate(leaf):
                         return True
-            trained = (leaf for unit in units for leaf in unit.trainable_leaves())
-            if hooks.accumulates_from([_torch.node_now()], trained):
+            trained = [leaf for unit in units for leaf in unit.trainable_leaves()]
+            if not trained:
+                return False  # a frozen model: its graph need not be walked
+            reached = [*hooks.downstream([_torch.node_now()])]
+            if hooks.accumulates_in(reached, trained):
                 return True
         return (
             schedule.recomputes_trained
             or any(unit in conditional for unit in schedule.clock.sequence)
-            or late_gradients.are_likely(self._rules)
+            or late_gradients.are_likely(reached, self._rules)
         )
 
     # -- actions -----------------------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ def awaits_more(unit: Unit) -> bool:
     return any(grads.missing for grads in unit.grads)
 
 
-def are_likely(units: Iterable[Unit]) -> bool:
-    """Whether the gradient that is computed now flows on to custom Functions that bring some: reentrant checkpoints, by
-    their names, or any, if `units` have had gradients of theirs."""
-    customs = hooks.customs_before([_torch.node_now()])
+def are_likely(nodes: Iterable[Any], units: Iterable[Unit]) -> bool:
+    """Whether some of the graph's `nodes` that the backward will reach are of custom Functions that bring gradients:
+    reentrant checkpoints, by their names, or any, if `units` have had gradients of theirs."""
+    customs = hooks.customs_in(nodes)
     known = any([unit.leaves.single_use is False for unit in units])
     return any(known or "Checkpoint" in type(each).__name__ for each in customs)

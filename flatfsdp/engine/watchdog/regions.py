@@ -43,6 +43,8 @@ def _publish_exit_record(
 ) -> None:
     """At the end of the process, notify the others, also ranks that poll after this one destroyed its process group."""
     found = watch()
+    if found is not None and error is None:
+        found.finish_works()
     last = found.last_step() if found is not None else ""
     words = f"{NORMALLY}{last}" if error is None else f"ended with {in_words(error)}{last}"
     cause = str(error) if isinstance(error, AgreementError) else None

@@ -59,6 +59,7 @@ from .process_exit import end_process_unless, in_words, print_immediately
 from .store import AlarmReader, StoreClient, StoreGone, does_not_answer, where_it_was
 
 JOIN = 10.0  # seconds that the thread has to finish its output when the interpreter exits
+OUTLAST = 10.0  # seconds for which a process that ends waits for others that may still need it in a collective
 MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
 MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
@@ -98,6 +99,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         # Of the last models, by their names in the store; it outlives them, and the watch.
         self.progress: dict[str, reports.Progress] = {}
+        self._works: list[Any] = []  # collectives for which this rank does not wait
         self._closed = False
         self._store_is_gone = False
         # Set while the main thread, after a lost connection, waits until the first is true; and the poll's purpose.
@@ -209,6 +211,16 @@ class Watchdog:
         """The last step of this rank with a model, in words that follow a sentence; "" if there is none."""
         models = sorted(self._local.watched, key=lambda each: each.doing[1])
         return models[-1].last_step if models else ""
+
+    def outlast(self, works: Sequence[Any]) -> None:
+        """Let this process end only when the other ranks have finished these collectives, too, for which it does not
+        wait: they would lose their connection to it."""
+        self._works = [each for each in self._works if not each.is_completed()]
+        self._works += works
+
+    def finish_works(self) -> None:
+        """Wait for those of `outlast`, at the end of the process."""
+        self.store.wait(lambda: self._lost or all([each.is_completed() for each in self._works]), OUTLAST)
 
     def close(self) -> None:
         """Stop the threads: otherwise the interpreter's exit would end them in the middle of a call."""
