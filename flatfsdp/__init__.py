@@ -9,7 +9,6 @@ from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
-from .engine.features.check_replicas import check_replicas
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.nonfinite import detect_nonfinite
@@ -17,6 +16,7 @@ from .engine.features.optimizer_in_backward import OptimizerInBackward, optimize
 from .engine.features.participation import ensure_unit_participation
 from .engine.features.persistent_params import inference
 from .engine.features.uneven_inputs import join
+from .engine.features.value_checks import check_replicas
 from .engine.flat.flat_param import FlatParameter
 from .engine.inspection.dry_run import dry_run
 from .engine.inspection.memory_plan import Plan, memory_plan

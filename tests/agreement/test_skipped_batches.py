@@ -6,7 +6,8 @@ import pytest
 
 from flatfsdp.engine.agreement import ops
 from flatfsdp.engine.agreement.divergence import ModelNames, divergence
-from flatfsdp.engine.agreement.ops import EVALUATION, TRAINING, BackwardPlan, Op, StepConditions, UnitEntry
+from flatfsdp.engine.agreement.ops import EVALUATION, TRAINING, Op, StepConditions
+from flatfsdp.engine.base.peers import BackwardPlan, UnitEntry
 from flatfsdp.engine.watchdog.status_report import ExitRecord, Progress, in_one_sentence, steps_behind
 
 pytestmark = pytest.mark.unit

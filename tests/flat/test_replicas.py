@@ -15,7 +15,7 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, comm_hooks
-from flatfsdp.engine.runtime import replica_checks
+from flatfsdp.engine.features import value_checks
 from flatfsdp.errors import AgreementError, ConfigTypeError, UsageError
 from tests.conftest import Run
 from tests.harness.corners import seeded
@@ -226,7 +226,7 @@ def in_the_course(rank: int, world: int, kind: str, check: str, hook: str) -> li
         function = comm_hooks.allreduce_hook if hook == "ours" else of_a_user
         model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), function)
     texts = []
-    with patch.object(replica_checks, "EVERY", 3):
+    with patch.object(value_checks, "EVERY", 3):
         for step in range(9):
             if step == 2:
                 write(model, rank, 1)

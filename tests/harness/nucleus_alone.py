@@ -1,8 +1,8 @@
 """A program that trains with the nucleus of the engine alone: `python -m tests.harness.nucleus_alone RANK WORLD
-FILE [PACKAGE ...]`.
+FILE`.
 
-Every other file of flatfsdp is blocked from import, except the errors, the public values, `base`, `config`, and the
-named packages. It makes its units itself, and compares every loss with that of a plain model on the data of all ranks.
+Every other file of flatfsdp is blocked from import, except the errors, the public values, `base` and `config`. It makes
+its units itself, and compares every loss with that of a plain model on the data of all ranks.
 Ranks meet through FILE. It prints the packages of the engine that were imported.
 """
 
@@ -13,7 +13,7 @@ import copy
 import importlib.abc
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +23,27 @@ ROOT = Path(__file__).resolve().parents[2] / "flatfsdp"
 
 
 class Blocked(importlib.abc.MetaPathFinder):
-    """Refuses every module of flatfsdp but those of these packages of the engine."""
-
-    def __init__(self, packages: frozenset[str]) -> None:
-        self._packages = packages
+    """Refuses every module of flatfsdp but those of the nucleus, and what is beside it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         parts = name.split(".")
         if parts[0] != "flatfsdp" or name in ("flatfsdp.api", "flatfsdp.errors", "flatfsdp.engine"):
             return
-        if parts[1] != "engine" or parts[2] not in self._packages:
+        if parts[1] != "engine" or parts[2] not in NUCLEUS | BESIDE:
             raise ImportError(f"{name} is no part of the nucleus")
 
 
-def block(packages: Sequence[str]) -> None:
-    """Import from now on from the nucleus and `packages` only, without the public package, which imports all."""
+def block() -> None:
+    """Import from now on from the nucleus only, without the public package, which imports all."""
     public = types.ModuleType("flatfsdp")
     public.__path__ = [str(ROOT)]
     sys.modules["flatfsdp"] = public
-    sys.meta_path.insert(0, Blocked(NUCLEUS | BESIDE | {*packages}))
+    sys.meta_path.insert(0, Blocked())
 
 
-def main(rank: int, world: int, file: str, packages: Sequence[str]) -> None:
+def main(rank: int, world: int, file: str) -> None:
     """Train every case."""
-    block(packages)
+    block()
     import torch
     import torch.distributed as dist
 
@@ -222,4 +219,4 @@ def no_sync(model: Any) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

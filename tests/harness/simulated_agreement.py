@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from flatfsdp.engine.agreement.agreement import Agreement
-from flatfsdp.engine.agreement.divergence import ModelNames
 from flatfsdp.engine.agreement.op_sequence import Meetings, OpSequence
-from flatfsdp.engine.agreement.ops import Op, UnitEntry
+from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
 from flatfsdp.engine.agreement.unused_params import UnusedParams
 from flatfsdp.engine.base.events import EventLog
+from flatfsdp.engine.base.peers import UnitEntry
 from flatfsdp.engine.comm.comm_stats import CommStats
 from tests.harness.simulated_waits import BITMAPS, GATHERS, REDUCTIONS, Stream
 
@@ -192,7 +192,7 @@ class SimulatedAgreement(Agreement):
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         axes: Any = [SimpleNamespace(group=SimpleNamespace(ranks=peers.ranks, rank=rank))]
         entries = [UnitEntry(unit, range(i * parameters, (i + 1) * parameters)) for i, unit in enumerate(units)]
-        self.connect(axes, ModelNames(entries), sharded=True, comm_stats=self.trace.comm_stats, events=EventLog())
+        self.connect(axes, entries, tuple, sharded=True, comm_stats=self.trace.comm_stats, events=EventLog())
         self.sequence.connect()
 
     def check_backward(self, *plan: Any, **how: Any) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Any
 
-from flatfsdp.engine.agreement.ops import BackwardPlan, bits_of
+from flatfsdp.engine.base.peers import BackwardPlan, bits_of
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_record import ForwardRecord

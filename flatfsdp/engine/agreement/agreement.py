@@ -6,23 +6,25 @@ Units are numbers here, in the order of the model, and all other information abo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..base.events import EventLog
 from ..base.hashing import hash63
+from ..base.peers import BackwardPlan, Checksums, Fact, Peers, UnitEntry
 from ..comm.comm_stats import CommStats
 from ..comm.transport import Transport
 from . import ops
 from .divergence import ModelNames
-from .model_check import Checksums, Fact, InitialValues, exchange_facts, refuse_differences
+from .model_check import InitialValues, exchange_facts, refuse_differences
+from .once_per_job import warn_once_per_job
 from .op_sequence import OpSequence
-from .ops import ENDED, EVALUATION, PLANS, TRAINING, UNFORESEEN, BackwardPlan, Op, StepConditions, autocast_on
+from .ops import ENDED, EVALUATION, PLANS, TRAINING, UNFORESEEN, Op, StepConditions, autocast_on
 from .rank_exchange import RankExchange
 from .turns import GroupMember, Position
 
 
-class Agreement:
+class Agreement(Peers):
     """Compares the structure, the initial values and the order of operations of one model over its ranks.
 
     If ranks differ its methods raise an AgreementError, on every rank, within seconds. Methods that check or call are
@@ -33,20 +35,16 @@ class Agreement:
             without gradients on any rank; rest, refuse, explain: methods of the sequence.
         initial_values: the comparison of initial values.
         member: the model among those over its process group.
-        stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
-            code that does so.
-        forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
     """
 
     def __init__(self, *, check_values: str) -> None:
+        super().__init__()
         self.peers = RankExchange()
-        self.sequence = OpSequence(self.peers)
-        self.unused = self.sequence.unused
-        self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
+        self.sequence = sequence = OpSequence(self.peers)
+        self.unused = sequence.unused
+        self.rest, self.refuse, self.explain = sequence.rest, sequence.refuse, sequence.explain  # type: ignore[method-assign]
         self.initial_values = InitialValues(check_values)
         self.member = GroupMember(self.sequence)
-        self.stepped = self.loaded = False
-        self.forwards_are_local = False
         self._sharded = False
         self._names = ModelNames()
         self._entered: list[Op] = []  # by unit
@@ -63,22 +61,21 @@ class Agreement:
     def connect(
         self,
         axes: Sequence[Transport],
-        names: ModelNames,
+        units: Sequence[UnitEntry],
+        names: Callable[[], Iterable[str]],
         *,
         sharded: bool,
         comm_stats: CommStats,
         events: EventLog,
     ) -> None:
-        """Set the units of the model, and the `axes` that they are distributed over, none if this rank is alone.
-        `sharded`: whether any unit is sharded."""
         self.peers.spread_over(axes)
         self._sharded = sharded
-        self._names = self.sequence.meetings.names = names
-        self.unused.count = names.units[-1].parameters.stop
+        self._names = self.sequence.meetings.names = ModelNames(units, names)
+        self.unused.count = units[-1].parameters.stop
         self.sequence.follow(comm_stats, events)
-        self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, names.units))
-        self._entered = [ops.entered(index, unit) for index, unit in enumerate(names.units)]
-        self._forwards = [f"the forward of unit {unit.label}" for unit in names.units]
+        self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, units))
+        self._entered = [ops.entered(index, unit) for index, unit in enumerate(units)]
+        self._forwards = [f"the forward of unit {unit.label}" for unit in units]
 
     def compare(self, facts: Callable[[], Sequence[Fact]], values: Callable[[], Checksums] | None) -> None:
         """Compare the models of all ranks by `facts`, and their initial `values` by checksums, if these are needed now.
@@ -111,6 +108,13 @@ class Agreement:
         if answers is not None:
             self.sequence.require_same(answers, Op(0, "began to train"))
             self.initial_values.compare(self.peers, own, {rank: extra for rank, (_, extra) in answers.items()})
+
+    @property
+    def diverged(self) -> bool:
+        return self.peers.verdict is not None
+
+    def warn(self, message: str, *, names_rank: bool = False) -> None:
+        warn_once_per_job(message, names_rank=names_rank)
 
     @property
     def compares_forwards(self) -> bool:
@@ -320,3 +324,9 @@ class Agreement:
         found = StepConditions(self.stepped, self.loaded, self._autocast)
         self.stepped = self.loaded = False
         return found
+
+
+def agreement_of(peers: Peers) -> Agreement:
+    """`peers` of a model that compares its ranks, as all do that this package's users build."""
+    assert isinstance(peers, Agreement)
+    return peers

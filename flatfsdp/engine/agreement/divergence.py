@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import few, ranks_by_value, ranks_in_words
+from ..base.peers import STAYED, UnitEntry
 from ..watchdog.status_report import ALIKE, SKIPPED, UNEVEN
 from .ops import (
     BACKWARD,
@@ -16,12 +17,10 @@ from .ops import (
     IN_FORWARD,
     ISSUED,
     OTHERS,
-    STAYED,
     TRAINING,
     UNREDUCED,
     Op,
     StepConditions,
-    UnitEntry,
     forward_in_words,
 )
 

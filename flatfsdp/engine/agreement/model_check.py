@@ -11,16 +11,12 @@ import torch
 from ...errors import AgreementError, few, one_rank_warns, ranks_in_words, warn
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
+from ..base.peers import Checksums, Fact
 from ..comm.transport import Transport
 from ..watchdog.regions import expecting
 from .collective_calls import meet
 from .object_collectives import ranks_over
 from .rank_exchange import NO_ANSWER, RankExchange
-
-# A value that must be equal on all ranks: (its subject, the value, whether the subject is compared as well). Names of
-# parameters are not compared: FSDP1 compares only their order and shapes, and ranks that ignore different numbers of
-# modules in a list number the others differently. Plain tuples, since there are many.
-Fact = tuple[str, str, bool]
 
 
 def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
@@ -29,11 +25,6 @@ def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
 
 def _fingerprint(facts: Iterable[Fact]) -> int:
     return hash63(json.dumps(_compared(facts)))
-
-
-# Checksums of a rank's initial values, by parameter; None for one that was written to since. The last number is equal
-# on ranks that must have equal values.
-Checksums = list[tuple[str, int | None, int]]
 
 
 def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, reason: str | None = None) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import json
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..base.foreign_text import one_line, parse
 from ..base.hashing import hash63
+from ..base.peers import BackwardPlan, UnitEntry, bits_of
 
 TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
 PLANS = 64  # the most plans of backwards whose ops are cached
@@ -43,42 +44,6 @@ def autocast_on(device_type: str) -> str:
     if not torch.is_autocast_enabled(device_type):
         return ""
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
-
-
-class UnitEntry(NamedTuple):
-    """A unit: its label in messages, and the range of its parameters among those of the model."""
-
-    label: str
-    parameters: range
-
-    @property
-    def mask(self) -> int:
-        """A number with a bit for each of its parameters."""
-        return (1 << self.parameters.stop) - (1 << self.parameters.start)
-
-
-class BackwardPlan(NamedTuple):
-    """The properties of a backward that ranks compare.
-
-    Attributes:
-        sync: False under `no_sync()`.
-        brings: whether it brings gradients of parameters.
-        begun, ended: units in the order in which they began their forward, and in which they last ended it with an
-            output through which gradients can reach them.
-        flats: flat gradients that it can compute, as (unit, kind).
-        trained: a bit for each parameter that requires a gradient.
-        post_forward: units that are gathered from a post-forward shard.
-        schedule: the user-defined settings, in words.
-    """
-
-    sync: bool
-    brings: bool
-    begun: list[int]
-    ended: list[int]
-    flats: list[tuple[int, int]]
-    trained: int
-    post_forward: list[int]
-    schedule: str
 
 
 class Op(NamedTuple):
@@ -138,8 +103,6 @@ IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ 
 BACKWARD, UNREDUCED = "began a backward", " under no_sync()"
 ENDED_WITHOUT = "ended a backward that computed no gradient of a parameter"
 BRINGS_NONE = ", which computes no gradient of a parameter"
-RUNS = " inside of its own forward"
-STAYED = ", which had stayed unsharded"
 ISSUED = "gathered in its backward the units"
 OTHERS = "issued other collectives in "
 
@@ -152,11 +115,6 @@ def forward_in_words(kind: str) -> str:
 def entered(index: int, unit: UnitEntry, gathered: str = "") -> Op:
     """A forward enters a unit. `gathered`: why it is gathered already, apart from a prefetch; "" if it is not."""
     return Op(hash63(f"unit {index}{gathered}"), f"entered unit {unit.label}{gathered}")
-
-
-def with_unsharded(owner: str) -> str:
-    """That the unit `owner`, whose parameters the entered one uses, is gathered already."""
-    return f", with unit {owner} unsharded"
 
 
 def requested(index: int, unit: UnitEntry, method: str) -> Op:
@@ -217,11 +175,6 @@ def issued(units: Sequence[UnitEntry], gathered: Sequence[int], reduced: Sequenc
 def abandoned(issued: int, doing: str, because: str) -> Op:
     """An exception ended an iteration after `issued` collectives."""
     return Op(hash63(f"abandoned {issued}"), f"abandoned its iteration in {doing}{because}")
-
-
-def bits_of(flags: Iterable[bool]) -> int:
-    """A number with a bit for each flag, the lowest first."""
-    return sum(flag << position for position, flag in enumerate(flags))
 
 
 def _with(schedule: str) -> str:

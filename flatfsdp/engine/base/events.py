@@ -123,6 +123,10 @@ class Observer:
     def backward_reaches(self) -> None:
         """Called when a backward reaches a unit; may raise."""
 
+    def backward_agreed(self, *, reduces: bool) -> None:
+        """Called when ranks have agreed on a backward, before it issues collectives: may be collective. `reduces`:
+        whether any unit reduces gradients in it."""
+
     def forward_order(self, units: Any) -> Any:
         """Called if options of a unit have changed since the last forward: the turns of the model of these `units`;
         None if this observer does not define any."""
@@ -169,6 +173,7 @@ class Observers:
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
     backward_reaches: tuple[Callable[[], None], ...]
+    backward_agreed: tuple[Callable[..., None], ...]
     forward_order: tuple[Callable[[Any], Any], ...]
     finisher: tuple[Callable[..., Any], ...]
     gradient_came: tuple[Callable[..., None], ...]

@@ -24,6 +24,7 @@ from torch import nn
 
 from ...api import check_bool
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
+from ..agreement.agreement import agreement_of
 from ..base import _torch
 from ..base._dtensor import is_dtensor
 from ..comm.transport import Transport
@@ -235,7 +236,9 @@ def _norm_of(
 ) -> torch.Tensor:
     norm = found.norm(p, models[0].resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        culprits = [of_all_ranks(first_gradient(each.units), each.agreement, each.units) for each in models]
+        culprits = [
+            of_all_ranks(first_gradient(each.units), agreement_of(each.agreement), each.units) for each in models
+        ]
         none = "each gradient of the units is finite, so parameters outside of them cause it, or it is too large"
         raise NonFiniteError(
             f"{call}: the norm of order {p:g} of all gradients is {float(norm)}: "

@@ -17,7 +17,7 @@ from torch import nn
 
 from ...api import check_bool
 from ...errors import NonFiniteError, UsageError, fail, ranks_by_value, ranks_in_words
-from ..agreement.agreement import Agreement
+from ..agreement.agreement import Agreement, agreement_of
 from ..base import _torch
 from ..base._functorch import levels_of
 from ..base.events import Observer
@@ -79,7 +79,7 @@ class NonFiniteDetector(Observer):
     requested_by = "detect_nonfinite()"
 
     def __init__(self, model: Model, *, infinities: bool) -> None:
-        self._agreement = model.agreement
+        self._agreement = agreement_of(model.agreement)
         self._units = model.units
         self._positions = {id(unit): position for position, unit in enumerate(model.units)}
         self._infinities = infinities

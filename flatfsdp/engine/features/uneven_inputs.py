@@ -18,6 +18,7 @@ from torch import nn
 
 from ...api import check_bool
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
+from ..agreement.agreement import agreement_of
 from ..runtime.model import Model
 from ..runtime.module_tree import units_in
 from ..runtime.rest import check_outside, models_of, quiesce
@@ -117,7 +118,7 @@ class Joined:
         left = self._looping
         self._end()
         if left:
-            self._model.agreement.leave(_LOOP, error)
+            agreement_of(self._model.agreement).leave(_LOOP, error)
 
     def __call__(self, batches: Iterable[T], *, stand_in: object = _NO_BATCH) -> Iterator[T]:
         """Iterate over this rank's `batches`, and over stand-ins until no rank has a batch left. Collective.
@@ -141,7 +142,7 @@ class Joined:
                 kept = batch
             nothing = not self.has_data and kept is _NO_BATCH
             model.iteration.leave_backward()
-            found = model.agreement.numbers_of_ranks(
+            found = agreement_of(model.agreement).numbers_of_ranks(
                 f"the next batch in {_LOOP}", _NOTHING if nothing else _DATA if self.has_data else _STAND_IN
             )
             with_data = [rank for rank in sorted(found) if found[rank] == _DATA]
@@ -151,7 +152,7 @@ class Joined:
             counts = 1.0 if self._by_all else len(found) / len(with_data)
             model.backwards.weight = counts if self.has_data else 0.0
             if len(with_data) < len(found):
-                model.agreement.unused.compares = True
+                agreement_of(model.agreement).unused.compares = True
             try:
                 yield batch if self.has_data else kept  # type: ignore[misc]
             finally:

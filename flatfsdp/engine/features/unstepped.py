@@ -20,6 +20,7 @@ from collections.abc import Iterable
 import torch
 
 from ...errors import few, one_rank_warns, warn_once
+from ..agreement.agreement import agreement_of
 from ..base.events import Observer
 from ..base.fqns import fqn
 from ..flat.faces import FlatFace
@@ -117,7 +118,7 @@ class UnsteppedCheck(Observer):
                 f"The names of flat parameters end in '_flat_param' ({names}), {FlatFace.words.names}. Only "
                 "parameters() of a wrapped module returns its flat parameter; modules inside of it do not"
             )
-        with one_rank_warns(this_rank=model.agreement.peers.is_first):
+        with one_rank_warns(this_rank=agreement_of(model.agreement).peers.is_first):
             warn_once(
                 "unstepped",
                 f"no optimizer steps on {'the' if whole else 'some flat'} parameters of this model: they received "

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ...errors import one_rank_warns, warn
+from ..agreement.agreement import agreement_of
 from ..base import _dtensor
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
@@ -44,13 +45,13 @@ def compare_options(optimizer: torch.optim.Optimizer, models: list[Model]) -> No
     """Warn, on one rank, if the options of `optimizer`, which steps these `models`, differ from those of another rank.
     Not collective; one request to the store, at the first call for an optimizer."""
     _compared.add(optimizer)
-    known = [model for model in models if model.agreement.peers.watch is not None]
+    known = [(model, each) for model in models if (each := agreement_of(model.agreement).peers).watch is not None]
     if not known:  # no model has run, or no other rank
         return
-    peers = known[0].agreement.peers
+    peers = known[0][1]
     places = {
-        id(holder): f"{model.agreement.peers.scope} {number} {kind} {position}"
-        for model in known
+        id(holder): f"{each.scope} {number} {kind} {position}"
+        for model, each in known
         for number, unit in enumerate(model.units)
         for kind, handle in enumerate(unit.handles)
         for position, holder in enumerate(handle.face.holders)

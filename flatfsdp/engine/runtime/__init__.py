@@ -1,4 +1,4 @@
 """Units, their model, and the drivers that issue gathers and reductions from hooks of modules and of autograd.
 
-Imports `flat`, `agreement`, `schedule` and what these import.
+Imports `flat`, `schedule` and what these import.
 """

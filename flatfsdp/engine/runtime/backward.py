@@ -28,9 +28,9 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from ...api import BackwardPrefetch
-from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
+from ..base.peers import Peers
 from ..flat.reduction import Reduction
 from ..flat.states import POST_BACKWARD
 from ..flat.views import SHOWS_GUARDED, SHOWS_NOTHING, SHOWS_SHAPE
@@ -163,7 +163,7 @@ class Backward:
         stays_unsharded: frozenset[Unit],
         sync: bool,
         weight: float,
-        agreement: Agreement,
+        agreement: Peers,
         coalescer: Coalescer,
         finisher: Finisher,
         turns: Turns,

@@ -14,10 +14,10 @@ from typing import NoReturn
 import torch
 
 from ...errors import InternalError, UsageError, fail
-from ..agreement.agreement import Agreement
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
+from ..base.peers import Peers
 from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED
 from ..flat.views import check_exposed
 from ..schedule.backward_schedule import UnitRules
@@ -29,7 +29,6 @@ from .finish import DeferLast, Finisher
 from .grad_accumulators import GradAccumulators
 from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
-from .replica_checks import ReplicaChecks
 from .setup import Setup
 from .unit import Unit, follow_requires_grad, refuse_without_model, shared_under_reentrance
 from .unit_state import ForwardCall
@@ -51,11 +50,10 @@ class BackwardHooks:
 
     setup: Setup
     iteration: Iteration
-    agreement: Agreement
+    agreement: Peers
     accumulators: GradAccumulators
     observers: Observers
     coalescer: Coalescer
-    replica_checks: ReplicaChecks
     sync: bool = True
     is_last_backward: bool = True
     weight: float = 1.0
@@ -136,7 +134,8 @@ class BackwardHooks:
         )
         backward.schedule.brings = accumulated or backward.may_bring(self.setup.units)
         self._compare(record, flags, brings=backward.schedule.brings, reduces=sync)
-        self.replica_checks.before_backward(self.setup.units, reduces=sync)
+        for observe in self.observers.backward_agreed:
+            observe(reduces=sync)
         if self.iteration.is_at_rest:  # a graph older than the last rest
             self.iteration.follow_writes()
         return backward

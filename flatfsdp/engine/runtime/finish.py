@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ..agreement.agreement import Agreement
+from ..base.peers import Peers
 from ..flat.deferred_grad import PendingGradients, can_defer
 from ..flat.flat_param import FlatParamHandle
 from .grad_accumulators import GradAccumulators
@@ -49,7 +49,7 @@ class DeferLast(Finisher):
 
     ends_with_all = False
 
-    def __init__(self, agreement: Agreement, accumulators: GradAccumulators) -> None:
+    def __init__(self, agreement: Peers, accumulators: GradAccumulators) -> None:
         self._agreement = agreement  # not the model: pending gradients would form a reference cycle with it
         self._accumulators = accumulators
 

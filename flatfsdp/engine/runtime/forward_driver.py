@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 from ...errors import UsageError, is_new
-from ..agreement.agreement import Agreement
-from ..agreement.once_per_job import warn_once_per_job
-from ..agreement.ops import RUNS, STAYED, with_unsharded
 from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
+from ..base.peers import RUNS, STAYED, Peers, with_unsharded
 from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_packed
@@ -35,7 +33,6 @@ from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
 from .model_facts import trained_parameters
-from .replica_checks import ReplicaChecks
 from .resources import Resources
 from .setup import Setup
 from .substitutes import Given
@@ -68,11 +65,10 @@ class ForwardDriver:
     setup: Setup
     iteration: Iteration
     resources: Resources
-    agreement: Agreement
+    agreement: Peers
     accumulators: GradAccumulators
     observers: Observers
     coalescer: Coalescer
-    replica_checks: ReplicaChecks
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
     _turns_version: int = -1  # of the options that the turns depend on
@@ -202,8 +198,6 @@ class ForwardDriver:
         self.agreement.check_order(unit.place.index, schedule=schedule, gathered=gathered)
         if first and not self.agreement.forwards_are_local:
             units = self.setup.units
-            if self.replica_checks.due is None and torch.is_grad_enabled() and self.agreement.compares_forwards:
-                self.replica_checks.at_first(units)
             follow_other_ranks(units, self.agreement)
             for act in self.observers.first_gather_agreed:
                 act()
@@ -535,7 +529,7 @@ class ForwardDriver:
         if unit in self.iteration.turns.conditional:
             raise UsageError(f"{cause}{self.iteration.turns.never_stay} {remedy}")
         if is_new("unanchored", of=unit):
-            warn_once_per_job(f"{cause}It stays unsharded until the end of backward. {remedy}")
+            self.agreement.warn(f"{cause}It stays unsharded until the end of backward. {remedy}")
         unit.backward.keep_unsharded = True
         unshard_at_first_gradient(unit, self.backwards.of_unit[unit])
 

@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...errors import InternalError, is_new
-from ..agreement.agreement import Agreement
-from ..agreement.once_per_job import warn_once_per_job
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
+from ..base.peers import Peers
 from ..flat.deferred_grad import PendingGradients
 from ..flat.states import FORWARD as UNIT_FORWARD
 from ..flat.states import GATHERING, SUMMONED
@@ -106,7 +105,7 @@ class Iteration:
         self,
         units: Sequence[Unit],
         resources: Resources,
-        agreement: Agreement,
+        agreement: Peers,
         accumulators: GradAccumulators,
         observers: Observers,
     ) -> None:
@@ -271,7 +270,7 @@ class Iteration:
         self._agreement.resume_forward() if self.depth else self._agreement.rest()
         lost = [unit.label for unit in self._units if _rollback(unit)]
         if lost:
-            warn_once_per_job(
+            self._agreement.warn(
                 "a backward failed inside an accumulation window: the unsharded gradients of earlier microbatches are "
                 f"dropped with it ({len(lost)} units, "
                 f"first {lost[0]}). Run the window again from its first microbatch",
@@ -281,7 +280,7 @@ class Iteration:
     @property
     def _failed_with_others(self) -> bool:
         """Whether ranks were lost, or have diverged: an error that the model's own state does not explain."""
-        return self._agreement.peers.verdict is not None
+        return self._agreement.diverged
 
     def _name_used_at_rest(self) -> None:
         """A backward failed: warn with the names of parameters at rest that it needs, which autograd does not name."""
@@ -290,7 +289,7 @@ class Iteration:
                 continue
             used = [name for views in unit.views for name in views.used_at_rest()]
             if used:
-                warn_once_per_job(
+                self._agreement.warn(
                     f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
                     "before the forward, where parameters show this rank's shard, something was computed with them "
                     "that autograd has recorded and that is still there. Compute terms over parameters (for example an "
@@ -304,7 +303,7 @@ class Iteration:
         if not sharing:
             return
         if not self._failed_with_others and is_new("failed sharing", of=self):
-            warn_once_per_job(
+            self._agreement.warn(
                 f"a backward failed in unit {sharing[0].label}, while gradients were reusing the memory of its "
                 "parameters. If autograd reported a variable that was modified by an inplace operation, a parameter is "
                 "read after its gradient was computed (for example through detach()): run the step again; units of "
@@ -320,7 +319,7 @@ class Iteration:
         """Drop the reduced gradients of a failed backward, and warn of lost residuals. [Note: error feedback]"""
         owing = [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]
         if owing and not self._failed_with_others:
-            warn_once_per_job(
+            self._agreement.warn(
                 f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
                 f"{owing[0]}). They are dropped, and so are the residuals of quantized gradients of these units, "
                 "which start at zero again",

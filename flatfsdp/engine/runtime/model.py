@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ...errors import UsageError, refuse_type
-from ..agreement.agreement import Agreement
 from ..base.events import Observers
+from ..base.peers import Peers
 from .backward_hooks import BackwardHooks
 from .coalesced_collectives import Coalescer
 from .forward_driver import ForwardDriver
@@ -28,7 +28,6 @@ from .grad_accumulators import GradAccumulators
 from .iteration import Iteration
 from .model_facts import steppable_of
 from .module_tree import units_at
-from .replica_checks import ReplicaChecks
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
@@ -51,11 +50,14 @@ class Model:
         observers: the attached features. [Note: observers]
     """
 
-    def __init__(self, unit: Unit, resources: Resources, settings: ModelSettings) -> None:
+    def __init__(
+        self, unit: Unit, resources: Resources, settings: ModelSettings, agreement: Peers | None = None
+    ) -> None:
+        """`agreement`: what compares ranks; by default nothing does. [Note: peers]"""
         self.resources = resources
         self.observers = observers = Observers()
         self.accumulators = accumulators = GradAccumulators()
-        self.agreement = agreement = Agreement(check_values=settings.check_values)
+        self.agreement = agreement = Peers() if agreement is None else agreement
         self.coalescer = coalescer = Coalescer(most=settings.join_units_below)
         self.setup = setup = Setup([unit], settings, resources, agreement, coalescer, observers)
         self.units = [unit]
@@ -67,16 +69,11 @@ class Model:
             "observers": observers,
             "accumulators": accumulators,
             "coalescer": coalescer,
-            "replica_checks": ReplicaChecks(agreement),
         }
         self.backwards = BackwardHooks(**shared)
         self.forwards = ForwardDriver(**shared, resources=resources, backwards=self.backwards)
         self.backwards.attach(unit)
         self._take(unit)
-        for axis in (unit.axes.own.scatter, unit.axes.own.replicate):
-            if axis is not None and axis.size > 1:
-                agreement.member.count(axis, unit.entries.class_name)
-                break
 
     @property
     def outermost(self) -> Unit:
@@ -111,8 +108,6 @@ class Model:
             self.accumulators.adopt(part.accumulators)
         for unit, part in parts.items():
             self.backwards.adopt(unit, part.backwards)
-            if (checksums := part.setup.initial_checksums.pop(unit, None)) is not None:
-                self.setup.initial_checksums[unit] = checksums
             self._take(unit)
 
     def release(self, taken: list[Unit]) -> None:

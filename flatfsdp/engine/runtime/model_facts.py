@@ -11,16 +11,12 @@ from dataclasses import fields
 from torch import Tensor, nn
 
 from ...api import MixedPrecision
-from ..agreement.checksums import InitialChecksums
-from ..agreement.model_check import Checksums, Fact
-from ..agreement.ops import BackwardPlan, UnitEntry, bits_of
 from ..base import _torch
-from ..base.hashing import hash63
+from ..base.peers import BackwardPlan, Fact, UnitEntry, bits_of
 from ..comm.axes import extent_of
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
-from .apart import apart
-from .part_axes import all_part_axes, beside, each_once
+from .part_axes import all_part_axes, each_once
 from .unit import Unit
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -94,27 +90,6 @@ def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
         UnitEntry(unit.label, range(unit.place.first_parameter, unit.place.first_parameter + _count(unit)))
         for unit in units
     ]
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-def initial_checksums(units: Sequence[Unit], known: dict[Unit, InitialChecksums]) -> Checksums:
-    """Checksums of the initial values of `units`, if they are `known` and the values were not written to; removes them
-    from `known`. Ranks that store other parts, or have parameters of their own, may have different ones. [Note:
-    parameters apart]"""
-    out: Checksums = []
-    parts, own = all_part_axes(units), {handle for _, handle in apart(units)}
-    for unit in units:
-        if (each := known.pop(unit, None)) is not None:
-            peers: dict[str, int] = {}
-            for handle in [handle for handle in unit.handles if handle.has_memory]:
-                places = [axis.group.rank for axis in beside(unit.axes.of(handle), parts)]
-                places += unit.axes.of(handle).shard.ranks if handle in own else ()
-                peers.update(dict.fromkeys((spec.name for spec in handle.layout.params), hash63(str(places))))
-            values = each.unchanged(list(peers), own_pieces(unit))
-            out += [(unit.entries.fqn(path), value, peers[path]) for path, value in values]
-    return out
 
 
 def own_pieces(unit: Unit) -> dict[str, Tensor]:

@@ -4,25 +4,21 @@ collective; and later changes of their options."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...api import BackwardPrefetch
 from ...errors import ConfigValueError, UsageError, logger
-from ..agreement.agreement import Agreement
-from ..agreement.checksums import InitialChecksums
-from ..agreement.divergence import ModelNames
-from ..agreement.model_check import Checksums
-from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observers
+from ..base.peers import Checksums, Peers
 from ..comm.axes import ProcessGroups, extent_of, groups_in_words
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from . import fast_paths
 from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
-from .model_facts import axes_of, describe, initial_checksums, names_in, names_of_leaves, unit_entries
+from .model_facts import axes_of, describe, names_in, names_of_leaves, unit_entries
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
@@ -41,20 +37,20 @@ class Setup:
         placed: whether the devices of all tensors were verified after the last `.to()`.
         version: of the options; caches of values that depend on them compare it.
         words_of_choices: the cached `description`; None after a change.
-        initial_checksums: of parameters, until they have been compared with the other ranks'.
+        checksums: returns those of the initial values of units, if they are to be compared; attached from outside.
     """
 
     units: list[Unit]
     settings: ModelSettings
     resources: Resources
-    agreement: Agreement
+    agreement: Peers
     coalescer: Coalescer
     observers: Observers
     entries: frozenset[Unit] = frozenset()
     ready: bool = False
     placed: bool = False
     version: int = 0
-    initial_checksums: dict[Unit, InitialChecksums] = field(default_factory=dict)
+    checksums: Callable[[], Checksums] = list
     words_of_choices: str | None = None
 
     @property
@@ -93,7 +89,7 @@ class Setup:
         self.check_placed()
         self.choose_unshard_stream()
         if not any(unit.handles for unit in units):
-            warn_once_per_job(
+            self.agreement.warn(
                 f"{outermost.entries.class_name} is wrapped, but no unit of it has parameters: they are all "
                 "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
             )
@@ -101,7 +97,8 @@ class Setup:
             self.write_back(units)  # a tensor that a user assigned instead of a parameter is no initial value
         self.agreement.connect(
             axes_of(units),
-            ModelNames(unit_entries(units), names_in(units)),
+            unit_entries(units),
+            names_in(units),
             sharded=any(unit.axes.is_spread for unit in units),
             comm_stats=self.resources.comm_stats,
             events=self.resources.events,
@@ -182,10 +179,6 @@ class Setup:
                     "order: call it on the outermost wrapper, once all exist"
                 )
         self.resources.gather_on_callers_stream(on_callers)
-
-    def checksums(self) -> Checksums:
-        """The checksums of the initial values of units."""
-        return initial_checksums(self.units, self.initial_checksums)
 
     def write_back(self, units: Iterable[Unit]) -> None:
         """Take over tensors that users assigned instead of parameters of `units`, which are of this model.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from ..agreement.agreement import Agreement
 from ..base import _torch
+from ..base.peers import Peers
 from ..device.fake_tensors import is_memoryless
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
@@ -155,7 +155,7 @@ def check_left_unsharded(unit: Unit) -> None:
             check_exposed(views)
 
 
-def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
+def follow_other_ranks(units: Iterable[Unit], agreement: Peers) -> None:
     """Free those of `units` that are kept by choice, to be gathered again, if any rank has written to its shards.
     Collective if there are any. An optimizer writes on some ranks only, if others have no element of a unit.
     """
@@ -167,7 +167,7 @@ def follow_other_ranks(units: Iterable[Unit], agreement: Agreement) -> None:
         unit.kept.end_choice()
 
 
-def follow_before_request(unit: Unit, agreement: Agreement, *, at_rest: bool) -> None:
+def follow_before_request(unit: Unit, agreement: Peers, *, at_rest: bool) -> None:
     """`follow_other_ranks` when a user requests `unit`, and the same for its parameters that stay on the device."""
     stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
     if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...api import BackwardPrefetch, Config, MixedPrecision
 from ...errors import UsageError, warn
+from ..agreement.agreement import Agreement
 from ..agreement.checksums import InitialChecksums
 from ..agreement.process_groups import plan_groups, resolve_groups
 from ..config.arguments import check_shardable
@@ -42,6 +43,7 @@ from ..features.pipelines import serve_stages
 from ..features.post_forward import attach_post_forward_shards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import UnsteppedCheck
+from ..features.value_checks import ValueChecks, check_values_of
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FaceMaker, FlatFace, OriginalFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
@@ -170,9 +172,9 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     own_besides(unit, replaced)
     memory.remember(unit)
-    if initial_checksums is not None:
+    if initial_checksums is not None and (checks := model.observers.find(ValueChecks)) is not None:
         initial_checksums.seal(own_pieces(unit))
-        model.setup.initial_checksums[unit] = initial_checksums
+        checks.initial[unit] = initial_checksums
     return model
 
 
@@ -365,14 +367,20 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
     resources = Resources(Device(settings.device), tracker, EXCHANGES, limit_all_gathers=settings.limit_all_gathers)
     attach_residuals(unit)
-    model = Model(unit, resources, settings)
+    agreement = Agreement(check_values=settings.check_values)
+    for axis in (unit.axes.own.scatter, unit.axes.own.replicate):
+        if axis is not None and axis.size > 1:
+            agreement.member.count(axis, unit.entries.class_name)
+            break
+    model = Model(unit, resources, settings, agreement)
     wait_for_gradients(nested)
+    model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
+    check_values_of(model, nested)
     model.adopt(nested)
     own(unit)
     models.add(model)
     guard_optimizers()
     refuse_reparametrizations()
-    model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
     attach_post_forward_shards(model)
     attach_persistent_params(model)
     attach_conditional_units(model)
