@@ -291,6 +291,24 @@ def test_a_wait_that_nothing_ends_is_ended_by_force(outcomes: list[fresh.Outcome
     assert outcome.error is None, "it was not the exception that ended it"
 
 
+def destroy_early(rank: int, world: int) -> None:
+    """Rank 0 destroys its process group, and lives on; the other one then runs its units in another order."""
+    model = trained()
+    if rank == 0:
+        dist.destroy_process_group()
+        time.sleep(20)
+    else:
+        time.sleep(2)
+        step(model, order=(1, 0, 2))
+
+
+@pytest.mark.ranks(2, destroy_early, timeout=LIMIT)
+def test_a_rank_that_destroyed_its_process_group_is_named(outcomes: list[fresh.Outcome]) -> None:
+    text = "LostRankError: rank 0 destroyed its process group, after a backward in step 2. The remaining ranks cannot"
+    assert outcomes[0].error is None and outcomes[1].exit_code == 1
+    assert text in f"{outcomes[1].error}{outcomes[1].output}", outcomes[1]
+
+
 def raise_uncaught(rank: int, world: int) -> None:
     model = trained()
     step(model, fail_at=2 if rank == 1 else None)

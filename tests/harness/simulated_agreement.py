@@ -18,7 +18,7 @@ from flatfsdp.engine.agreement.agreement import Agreement
 from flatfsdp.engine.agreement.op_sequence import Meetings, OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
-from flatfsdp.engine.agreement.unused_params import UnusedParams
+from flatfsdp.engine.agreement.unused_params import UnusedParams, answer
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.base.peers import UnitEntry
 from flatfsdp.engine.comm.comm_stats import CommStats
@@ -166,7 +166,7 @@ class _Unused(UnusedParams):
     def ask(self, at: int, lacking: int) -> int:
         self.end()
         self._trace.append("meet", (*self._did, None))  # others are past this place, or ask themselves
-        self._peers.store.append(self._key(at), f"{self._peers.rank}:{lacking:x}:{self._looks_from};")
+        answer(self._peers.store, SCOPE, at, self._peers.rank, lacking, self._looks_from)
         self.asked.append(at)
         return 0
 

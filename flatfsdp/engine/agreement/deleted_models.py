@@ -1,54 +1,67 @@
-"""Notes in place of ranks that do not answer any more because their models were deleted.
+"""Answers to other ranks for a model that this rank has deleted.
 
-[Note: deleted models] A rank continues without a note if its op was expected; if another rank's op was not, its
-watchdog leaves the note later ([Note: agreement]), for as long as the model exists. So a rank whose model is deleted
-records its last ops in the store, and ranks that wait for its note look for such a record after a while. One of them
-leaves the notes: it reads the records of all ranks, once for each number of deleted models. A deletion takes three
-requests, and a long wait one more for each check.
+[Note: deleted models] A rank continues without a note if its op was expected; if another rank's op was not, its watch
+leaves the note later ([Note: agreement]). The watch outlives the model, and so do the last ops, which it keeps: it also
+answers when the model is deleted, until the process group is destroyed. Then it leaves only what ranks may still ask
+that have not erred: that this one has computed all gradients of its last backward ([Note: unused]).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections import deque
 
 from ..base.foreign_text import parse
-from ..watchdog.store import StoreClient
+from ..watchdog.status_report import Progress
 from .collective_calls import come
 from .ops import Op
-
-LAST = 4  # ops in a record
-LONGEST = 400  # characters of their descriptions
-
-
-def record(logged: Iterable[tuple[int, Op, int]], *, rank: int, scope: str, store: StoreClient) -> None:
-    """Record that the model `scope` of this `rank` was deleted after the `logged` ops: (place, op, step) of each."""
-    last = [[at, op.code, op.words[:LONGEST]] for at, op, _ in logged][-LAST:]
-    store.post(f"{scope}/deleted/{rank}", json.dumps(last))
-    store.count(f"{scope}/deleted")
+from .rank_exchange import RankExchange
+from .unused_params import answer, left_at
 
 
-def leave_notes(at: int, known: int, *, rank: int, ranks: Sequence[int], scope: str, store: StoreClient) -> int:
-    """Leave the notes at place `at` of those `ranks` whose models were deleted, if these are more than `known`; returns
-    how many they are. Only the first `rank` that calls it for a place and a number leaves any."""
-    place, deleted = f"{scope}/{at}", store.count(f"{scope}/deleted", 0)
-    if deleted > known and store.set_if_absent(f"{place}/by/{deleted}", str(rank)) == str(rank):
-        for each in ranks:
-            text = store.read(f"{scope}/deleted/{each}")
-            if text is not None and store.read(f"{place}/note/{each}") is None:
-                op = _op_at(at, parse(text))
-                store.post(f"{place}/note/{each}", op.to_text())
-                come(store, place, str(op.code), len(ranks))
-    return deleted
+class PastOps:
+    """The last ops of one rank with one model, which it does not reference."""
 
+    def __init__(
+        self,
+        peers: RankExchange,
+        logged: deque[tuple[int, Op, int]],
+        progress: Progress,
+        *,
+        places: deque[int],
+        answered: set[int],
+    ) -> None:
+        """`logged`: (place, op, step) of each; `places`: where this rank left a note; `answered`: where it has answered
+        ranks that lack gradients."""
+        self._rank, self._ranks, self._scope, self._store = peers.rank, peers.ranks, peers.scope, peers.store
+        self._logged, self._progress, self._places, self._answered = logged, progress, places, answered
 
-def _op_at(at: int, recorded: object) -> Op:
-    """The op at place `at` of a rank with this record, or what it did instead."""
-    last = -1
-    for entry in recorded if isinstance(recorded, list) else ():
-        match entry:
-            case [int(place), int(code), str(words)]:
-                last = max(last, place)
-                if place == at:
-                    return Op(code, words)
-    return Op(-1, "passed this point long ago and deleted its model" if last > at else "deleted its model")
+    def consider(self, alarm: str) -> bool:
+        """Answer the alarm of a rank, if it concerns this model, which was deleted."""
+        match parse(alarm):
+            case ["unused", str(scope), int(at)] if scope == self._scope and at < self._position:
+                if at not in self._answered:
+                    self._answered.add(at)
+                    answer(self._store, scope, at, self._rank, 0, self._position)
+            case [str(scope), int(at), _] if scope == self._scope and at not in self._places:
+                self._places.append(at)
+                op, place = self._op_at(at), f"{scope}/{at}"
+                self._store.post(f"{place}/note/{self._rank}", op.to_text())
+                come(self._store, place, str(op.code), len(self._ranks))
+        return True
+
+    def publish(self) -> None:
+        """The watch ends: leave the place that this rank has reached."""
+        if self._progress.backwards:
+            self._store.post(left_at(self._scope, self._rank), str(self._position))
+
+    @property
+    def _position(self) -> int:
+        return self._logged[-1][0] + 1 if self._logged else 0
+
+    def _op_at(self, at: int) -> Op:
+        """The op at place `at`, or what this rank did instead."""
+        for place, op, _ in self._logged:
+            if place == at:
+                return op
+        passed = "passed this point long ago and " if self._position > at else ""
+        return Op(-1, f"{passed}deleted its model")

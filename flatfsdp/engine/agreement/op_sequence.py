@@ -15,10 +15,8 @@ import itertools
 import json
 import math
 import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from ...errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_by_value
 from ..base.events import EventLog
@@ -29,10 +27,10 @@ from ..comm.comm_stats import CommStats
 from ..comm.process_group_transport import OtherCollectiveError
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, Progress, in_one_sentence
-from ..watchdog.store import PERIOD
 from ..watchdog.watchdog import PATIENCE, is_lost_connection
-from . import deleted_models, ops
+from . import ops
 from .collective_calls import DIFFERENT, READING, SAME, come, erase, texts_at
+from .deleted_models import PastOps
 from .divergence import ModelNames, divergence
 from .ops import LoggedOp, Op
 from .rank_exchange import RankExchange
@@ -92,19 +90,10 @@ class Meetings:
         notes = peers.store
         self.waits_at = at
 
-        leave = partial(deleted_models.leave_notes, rank=peers.rank, ranks=peers.ranks, scope=peers.scope, store=notes)
-        began, deleted = time.monotonic(), 0
-
-        def decided() -> object:
-            nonlocal deleted
-            if time.monotonic() - began > PERIOD:
-                deleted = leave(at, deleted)
-            return peers.verdict or notes.read(f"{place}/verdict")
-
         assert peers.watch is not None
         what = f"{self._noted}, which was not expected, and waits for the other ranks to answer, in step {max(1, step)}"
         with peers.watch.waiting(peers.ranks, what, ends_by_notes=True):
-            verdict = notes.wait(decided, PATIENCE)
+            verdict = notes.wait(lambda: peers.verdict or notes.read(f"{place}/verdict"), PATIENCE)
         peers.raise_verdict()
         if verdict != SAME:
             peers.fail_with(self.judge(at, step))
@@ -179,18 +168,9 @@ class OpSequence:
         """Let the watchdog answer for this rank, after all ranks have answered."""
         peers = self._peers
         assert peers.watch is not None
-        # This may not reference the sequence.
-        logged, progress, known = self._logged, self.progress, weakref.ref(self)
-        rank, scope, store = peers.rank, peers.scope, peers.store
-
-        def publish_last() -> None:
-            if progress.backwards:
-                store.post(f"{scope}/unused/left/{rank}", str(logged[-1][0] + 1))
-            if known() is None:
-                deleted_models.record(logged, rank=rank, scope=scope, store=store)
-
-        peers.watch.add(self, publish_last)
-        peers.watch.follow(scope, self.progress)
+        places, answered = self.meetings.places, self.unused.answered
+        peers.watch.add(self, PastOps(peers, self._logged, self.progress, places=places, answered=answered))
+        peers.watch.follow(peers.scope, self.progress)
 
     # -- the parts of an iteration -----------------------------------------------------------------------------------
 

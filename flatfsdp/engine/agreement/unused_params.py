@@ -39,7 +39,7 @@ from ...errors import AgreementError, LostRankError, ranks_in_words
 from ..base.wait_limits import blocked
 from ..device.streams import Work
 from ..watchdog.status_report import server_ended
-from ..watchdog.store import PERIOD, StoreGone, where_it_was
+from ..watchdog.store import PERIOD, StoreClient, StoreGone, where_it_was
 from ..watchdog.watchdog import PATIENCE
 from .rank_exchange import RankExchange
 
@@ -54,6 +54,7 @@ class UnusedParams:
         count: the number of parameters of the model.
         compares: whether backwards end with a bitmap.
         asked: places at which a rank has asked, and whose answers this rank has to look at.
+        answered: places at which this rank has answered, or is about to.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -63,7 +64,7 @@ class UnusedParams:
         self._ones: list[torch.Tensor] = []  # the bitmap of a rank that lacks nothing, for each axis
         self._looks_from = 0  # no backward before this place of the sequence begins after an answer
         self.asked: list[int] = []
-        self._answered: set[int] = set()
+        self.answered: set[int] = set()
         self._from = math.inf  # the place from which on backwards have a bitmap
         self._works: list[Work] = []  # of the last bitmap, of a rank that did not wait for it
 
@@ -117,13 +118,13 @@ class UnusedParams:
 
     def reserve(self, at: int) -> None:
         """This rank is about to ask about the backward that ends at this place, or to answer itself."""
-        self._answered.add(at)
+        self.answered.add(at)
 
     def ask(self, at: int, lacking: int) -> int:
         """`lacked_by_all` of a backward without a bitmap, which has ended at this place. Waits for the answers."""
         peers = self._peers
         with contextlib.suppress(StoreGone):
-            peers.store.append(self._key(at), _answer(peers.rank, lacking, self._looks_from))
+            answer(peers.store, peers.scope, at, peers.rank, lacking, self._looks_from)
             there = [*_answers_in(peers.store.read(self._key(at)) or "")]
             if there[:1] == [peers.rank] and len(there) < len(peers.ranks):  # one alarm for all that ask
                 peers.store.raise_alarm(json.dumps(["unused", peers.scope, at]))
@@ -138,13 +139,13 @@ class UnusedParams:
     def consider(self, scope: str, at: int, position: int) -> bool:
         """Answer a rank that has asked about the backward at `at`, if this one, at this `position` of the sequence, is
         past it; False if it is not. Called by the watchdog."""
-        if scope != self._peers.scope or at in self._answered:
+        if scope != self._peers.scope or at in self.answered:
             return True
         if position <= at:
             return False
-        self._answered.add(at)
+        self.answered.add(at)
         self.asked.append(at)
-        self._peers.store.append(self._key(at), _answer(self._peers.rank, 0, self._looks_from))
+        answer(self._peers.store, scope, at, self._peers.rank, 0, self._looks_from)
         return True
 
     def _learn(self, answers: dict[int, tuple[int, int]]) -> None:
@@ -163,8 +164,8 @@ class UnusedParams:
             found.update(_answers_in(store.read(self._key(at)) or ""))
             missing = [rank for rank in peers.ranks if rank not in found]
             if missing and time.monotonic() - began > PERIOD:
-                for rank in missing:  # its model may be gone
-                    if (last := store.count(f"{peers.scope}/unused/left/{rank}", 0)) > at:
+                for rank in missing:  # its watch may have ended
+                    if (last := store.count(left_at(peers.scope, rank), 0)) > at:
                         found[rank] = 0, last
             return not missing
 
@@ -183,11 +184,21 @@ class UnusedParams:
         return {rank: found[rank] for rank in peers.ranks if rank in found}
 
     def _key(self, at: int) -> str:
-        return f"{self._peers.scope}/unused/{at}"
+        return _key(self._peers.scope, at)
 
 
-def _answer(rank: int, lacking: int, looks_from: int) -> str:
-    return f"{rank}:{lacking:x}:{looks_from};"
+def answer(store: StoreClient, scope: str, at: int, rank: int, lacking: int, looks_from: int) -> None:
+    """Answer that `rank` is `lacking` these gradients in the backward of model `scope` that has ended at this place."""
+    store.append(_key(scope, at), f"{rank}:{lacking:x}:{looks_from};")
+
+
+def left_at(scope: str, rank: int) -> str:
+    """The key of the place that `rank` had reached when its watch ended."""
+    return f"{scope}/unused/left/{rank}"
+
+
+def _key(scope: str, at: int) -> str:
+    return f"{scope}/unused/{at}"
 
 
 def _answers_in(text: str) -> dict[int, tuple[int, int]]:

@@ -29,7 +29,7 @@ def _new_watch() -> Watchdog:
     world, store, rank = dist.group.WORLD, StoreClient(), dist.get_rank()
     made = Watchdog(store, rank=rank, world=dist.get_world_size(), time_limit=_torch.time_limit(world))
     at_end(functools.partial(_publish_exit_record, weakref.ref(made), made.progress, store, rank))
-    _torch.when_destroyed(world, functools.partial(close_watch, weakref.ref(made)))
+    _torch.when_destroyed(world, functools.partial(close_watch, weakref.ref(made), destroyed=True))
     explain_termination(store, rank, dist.get_world_size())
     return made
 

@@ -234,8 +234,10 @@ class StatusPoll:
                 continue
             if (answer := RankStatus.of(self._store.read(f"{place}/{rank}"))) is not None:
                 answers[rank] = answer
-            elif (process := ProcessIdentity.of(parse(self._store.read(f"here/{rank}")))) is not None:
+            elif (process := ProcessIdentity.of(here := parse(self._store.read(f"here/{rank}")))) is not None:
                 unresponsive[rank] = process
+            elif (left := ExitRecord.of(here)) is not None and left.rank == rank:
+                ended[rank] = left
             else:
                 absent.append(rank)
         if (unresponsive or absent) and not late:  # some ranks both answered and ended, and were counted twice

@@ -4,9 +4,9 @@
 only through the store of the default process group. A rank that does something unexpected leaves a note there and
 raises an *alarm*. On every rank one daemon thread reads the number of alarms once per period (`PERIOD`, or longer with
 so many ranks that the store would have more than `READS` such reads per second); nothing else is read or written in
-normal operation. The thread runs from a model's first forward, or the first wait before it, until its models are
-deleted or the process group is destroyed. If the store does not answer, a second thread checks the limits of waits
-([Note: unresponsive store]).
+normal operation. The thread runs from a model's first forward, or the first wait before it, until the process group is
+destroyed: it also answers for models that were deleted ([Note: deleted models]). If the store does not answer, a second
+thread checks the limits of waits ([Note: unresponsive store]).
 
 The cost in a world of W ranks, in requests to the store:
 
@@ -14,7 +14,6 @@ The cost in a world of W ranks, in requests to the store:
 - per alarm, one count and one note by the rank that raises it, and two reads by every rank;
 - per meeting of notes ([Note: agreement]), four requests by every rank, and its checks for the outcome at growing
   intervals; one rank removes the W notes of the previous meeting, and only a rank that composes an error reads all W;
-- per deleted model ([Note: deleted models]), three requests by its rank, and 2 W by one of those that wait for it;
 - per status poll ([Note: status poll]), four requests by every rank and its checks for the result, and 3 W by one rank;
 - three or four requests by every process at its beginning, and two or three at its end.
 
@@ -43,9 +42,10 @@ import re
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
@@ -63,6 +63,16 @@ OUTLAST = 10.0  # seconds for which a process that ends waits for others that ma
 MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
 MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
+
+
+class PastOps(Protocol):
+    """The last ops of a model, which outlive it."""
+
+    def consider(self, alarm: str) -> bool:
+        """Answer the alarm of a rank, if it concerns this model, which was deleted."""
+
+    def publish(self) -> None:
+        """Write notes for the other ranks: the watch ends."""
 
 
 class Wake:
@@ -92,7 +102,7 @@ class Watchdog:
         self._polls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
-        self._left: list[tuple[weakref.ref[Any], Callable[[], None]]] = []  # models, with their `publish`
+        self._past: deque[tuple[weakref.ref[Any], PastOps]] = deque(maxlen=MODELS)  # of the last models
         self._open: list[str] = []  # alarms that models have yet to process
         self._lock = threading.Lock()
         self._wake = Wake()  # [Note: finalizers]
@@ -114,13 +124,13 @@ class Watchdog:
     def _period(self) -> float:
         return self._polls.period
 
-    def add(self, watched: Any, publish: Callable[[], None] = lambda: None) -> None:
-        """Watch `watched`, an `OpSequence`, until it is deleted; starts the thread if none runs. When it is deleted, or
-        the watch ends, `publish`, which must not reference it, writes its last notes for the other ranks."""
+    def add(self, watched: Any, past: PastOps | None = None) -> None:
+        """Watch `watched`, an `OpSequence`; starts the thread if none runs. When it is deleted `past`, which must not
+        reference it, answers other ranks."""
         with self._lock:
             self._local.watched.add(watched)
-            self._left.append((weakref.ref(watched), publish))
-            weakref.finalize(watched, self._wake.set).atexit = False
+            if past is not None:
+                self._past.append((weakref.ref(watched), past))
             self._start()
 
     def follow(self, scope: str, progress: reports.Progress) -> None:
@@ -222,13 +232,18 @@ class Watchdog:
         """Wait for those of `outlast`, at the end of the process."""
         self.store.wait(lambda: self._lost or all([each.is_completed() for each in self._works]), OUTLAST)
 
-    def close(self) -> None:
-        """Stop the threads: otherwise the interpreter's exit would end them in the middle of a call."""
+    def close(self, *, destroyed: bool = False) -> None:
+        """Stop the threads: otherwise the interpreter's exit would end them in the middle of a call. `destroyed`: the
+        process group was destroyed, and this process continues."""
         self._closed = True
         self._wake.set()
         if self.store.unanswered_for() < self._polls.period:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self._publish_left(of_all=True)
+                for _, past in [*self._past]:
+                    past.publish()
+                if destroyed:
+                    record = reports.ExitRecord(self._rank, f"destroyed its process group{self.last_step()}")
+                    self.store.post(f"here/{self._rank}", json.dumps(record))
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
@@ -264,15 +279,14 @@ class Watchdog:
                 self._wake.wait(self._polls.period / 2 if self._polls.is_open else self._polls.period)
                 if not self._closed:
                     self.look()
-            if not self._closed:
-                self._publish_left()
         except RuntimeError:  # the store is gone, and all notes with it
             self._store_is_gone = True
             self._outlive_the_store()
 
     def _wanted(self) -> bool:
         with self._lock:
-            if (self._local.watched or self._local.announced or self._blocks.inside) and not self._closed:
+            wants = self._past or self._local.watched or self._local.announced or self._blocks.inside
+            if wants and not self._closed:
                 return True
             self._thread = None
             return False
@@ -289,14 +303,6 @@ class Watchdog:
         purpose = requested[1] if requested is not None and not requested[0]() else self._local.suspicion()
         if purpose is not None:
             self._polls.start(purpose, alarms=self._alarms.received)
-        self._publish_left()
-
-    def _publish_left(self, *, of_all: bool = False) -> None:
-        with self._lock:  # at exit, the main thread may run this at the same time
-            gone = [words for words in self._left if of_all or words[0]() is None]
-            self._left = [words for words in self._left if words not in gone]
-        for _, publish in gone:
-            publish()
 
     def _receive(self) -> None:
         ended = []
@@ -311,8 +317,10 @@ class Watchdog:
                     self._blocks.failures.append(BlockFailure(block, rank, words))
                 case [str(), int(), int() | None] | ["unused", str(), int()]:
                     self._open.append(alarm or "")
-        watched = list(self._local.watched)
-        self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in watched])]
+        if self._open:
+            known: list[Any] = [*self._local.watched]
+            known += [past for living, past in [*self._past] if living() is None]
+            self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in known])]
         for number in ended:  # after the alarms that preceded the end
             exit_record = reports.ExitRecord.read(self.store, number)
             if exit_record is not None and exit_record.rank != self._rank:
@@ -455,8 +463,8 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not is_ours and "gloo" in str(error).lower()
 
 
-def close_watch(watch: weakref.ref[Watchdog]) -> None:
+def close_watch(watch: weakref.ref[Watchdog], *, destroyed: bool = False) -> None:
     """Close the watch if it still exists."""
     found = watch()
     if found is not None:
-        found.close()
+        found.close(destroyed=destroyed)
