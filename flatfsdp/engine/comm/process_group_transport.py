@@ -31,10 +31,6 @@ _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bf
 TAG = 2**30  # of all blocking messages, one at a time; `monitored_barrier` and users use small ones
 
 
-class OtherCollectiveError(dist.DistBackendError):
-    """A peer issued another collective than this rank."""
-
-
 class ProcessGroupTransport:
     """torch's flat collectives over one group, on one device.
 
