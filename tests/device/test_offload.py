@@ -74,7 +74,7 @@ def separate(rank: int, world: int, strategy: str, orig: bool) -> list[str]:
     if copies.into:
         lines.append(f"{copies.into} copies into shards")
     for flat in flats:
-        holders = flat.leaves if orig else [flat.parameter]
+        holders = flat.originals if orig else [flat.parameter]
         for holder in holders:
             if storage(holder) != storage(flat.shard) or holder.device.type != "cpu":
                 lines.append("a parameter at rest is not a view of its shard")

@@ -1,64 +1,23 @@
-"""Private leaves for original parameters (a switch, until they are the only way): the same bits, and the user's
-parameters are the shard at any time."""
+"""Original parameters are the shard at any time; modules compute with private leaves."""
 
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
-from tests.harness.corners import Net, data, full_parameters, loss_of, seeded
 
 pytestmark = pytest.mark.distributed
 
-SWITCH = "FLATFSDP_TWO_LIVES"
-
-
-def wrapped(**options: Any) -> Any:
-    net = seeded(Net)
-    for i, block in enumerate(net.blocks):
-        net.blocks[i] = FullyShardedDataParallel(block, use_orig_params=True, **options)
-    return FullyShardedDataParallel(net, use_orig_params=True, **options)
-
-
-def trained(rank: int, steps: int = 3, **options: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
-    """The losses, the whole parameters and the model."""
-    model = wrapped(**options)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(steps):
-        with model.no_sync():
-            loss_of(model(data(rank, step, 0))).backward()
-        loss = loss_of(model(data(rank, step, 1)))
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, full_parameters(model), model
-
-
-def both_ways(rank: int, world: int, options: dict[str, Any]) -> bool:
-    os.environ.pop(SWITCH, None)
-    losses, parameters, _ = trained(rank, **options)
-    os.environ[SWITCH] = "1"
-    try:
-        others, found, _ = trained(rank, **options)
-    finally:
-        del os.environ[SWITCH]
-    same = all(torch.equal(found[name], each) for name, each in parameters.items())
-    return same and all(map(torch.equal, losses, others))
-
-
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}], ids=["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_the_same_bits(options: dict[str, Any], pool2: Run) -> None:
-    assert pool2(both_ways, options) == [True, True]
+WIDTH = 5
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class _Looks(nn.Module):
@@ -70,7 +29,7 @@ class _Looks(nn.Module):
         self.user: list[nn.Parameter] = []
         self.seen: list[Any] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = self.inner.weight
         try:
             self.user[0].sum()
@@ -82,26 +41,22 @@ class _Looks(nn.Module):
 
 
 def looked(rank: int, world: int) -> list[Any]:
-    os.environ[SWITCH] = "1"
-    try:
-        net = _Looks()
-        before = [*net.parameters()]
-        before[0].no_decay = True  # type: ignore[attr-defined]
-        model = FullyShardedDataParallel(net, use_orig_params=True)
-        net.user = before[:1]
-        hooked: list[torch.Size] = []
-        before[0].register_hook(lambda grad: hooked.append(grad.shape))
-        same = [all(a is b for a, b in zip(before, model.parameters(), strict=True))]
-        model(torch.ones(2, 6)).sum().backward()
-        same.append(all(a is b for a, b in zip(before, model.parameters(), strict=True)))
-        grads = sum(each.grad.numel() for each in before if each.grad is not None)
-        with FullyShardedDataParallel.summon_full_params(model):
-            whole = [tuple(each.shape) for each in before]
-        twin = copy.deepcopy(model)
-        marked = next(twin.parameters()).no_decay
-        return [same, net.seen, grads, hooked == [(6, 6)], whole, marked]
-    finally:
-        del os.environ[SWITCH]
+    net = _Looks()
+    before = [*net.parameters()]
+    before[0].no_decay = True  # type: ignore[attr-defined]
+    model = FullyShardedDataParallel(net, use_orig_params=True)
+    net.user = before[:1]
+    hooked: list[torch.Size] = []
+    before[0].register_hook(lambda grad: hooked.append(grad.shape))
+    same = [all(a is b for a, b in zip(before, model.parameters(), strict=True))]
+    model(torch.ones(2, 6)).sum().backward()
+    same.append(all(a is b for a, b in zip(before, model.parameters(), strict=True)))
+    grads = sum(each.grad.numel() for each in before if each.grad is not None)
+    with FullyShardedDataParallel.summon_full_params(model):
+        whole = [tuple(each.shape) for each in before]
+    twin = copy.deepcopy(model)
+    marked = next(twin.parameters()).no_decay
+    return [same, net.seen, grads, hooked == [(6, 6)], whole, marked]
 
 
 def test_the_users_parameter_is_the_shard_at_any_time(pool2: Run) -> None:
@@ -109,3 +64,93 @@ def test_the_users_parameter_is_the_shard_at_any_time(pool2: Run) -> None:
     seen = [(False, (6, 6), 1, True)]
     assert [each[:2] + each[3:] for each in found] == [[[True, True], seen, True, [(6, 6), (6,)], True]] * 2
     assert sum(each[2] for each in found) == 42
+
+
+# -- terms over parameters, with their gradients -----------------------------------------------------------------------
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH))
+
+
+def loss_of(model: nn.Module, weight: nn.Parameter, bias: nn.Parameter, x: Tensor) -> Tensor:
+    """With a penalty, and with a head that computes with the same weights."""
+    y = model(x)
+    return y.mean() + weight.square().sum() + F.linear(y, weight, bias).mean()
+
+
+def whole_terms(rank: int, world: int) -> list[str]:
+    alone, wrong = net(), []
+    inner = copy.deepcopy(alone)
+    model: Any = FullyShardedDataParallel(
+        inner, auto_wrap_policy={nn.Linear}, use_orig_params=True, sharding_strategy="NO_SHARD"
+    )
+    head = inner[0].module
+    for step in range(2):
+        data = torch.randn(world, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss_of(model, head.weight, head.bias, data[rank]).backward()
+        for x in data:
+            (loss_of(alone, alone[0].weight, alone[0].bias, x) / world).backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            for (name, expected), found in zip(alone.named_parameters(), model.parameters(), strict=True):
+                if not torch.allclose(found.grad, expected.grad, rtol=1e-5, atol=1e-5):
+                    wrong.append(f"{step} {name}: {(found.grad - expected.grad).abs().max():.1e}")
+    return wrong
+
+
+def test_a_parameter_that_is_its_own_leaf_is_used_anywhere(pool2: Run) -> None:
+    assert pool2(whole_terms) == [[], []]
+
+
+def refused_terms(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
+    """What is refused between forward and backward, after a forward, and in a backward of its own; then a step."""
+    inner = net()
+    model: Any = FullyShardedDataParallel(inner, auto_wrap_policy={nn.Linear}, use_orig_params=True, **settings)
+    weight = inner[0].module.weight
+    refused = []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+        except UsageError as error:
+            refused.append(str(error))
+
+    y = model(torch.ones(2, WIDTH)).float().mean()
+    attempt(lambda: weight.square().sum())
+    y.backward()
+    attempt(lambda: weight.square().sum().backward())
+    (grad,) = torch.autograd.grad(weight.square().sum(), weight)  # of this rank's shard, and not accumulated
+    assert torch.equal(grad, 2 * weight.detach())
+    model(torch.ones(2, WIDTH)).float().mean().backward()
+    return refused
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sharding_strategy": "FULL_SHARD"},
+        {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": BF16},
+        {"sharding_strategy": "NO_SHARD", "mixed_precision": BF16},
+        {"sharding_strategy": "NO_SHARD", "cpu_offload": CPUOffload(offload_params=True)},
+    ],
+    ids=lambda settings: "-".join(map(str, (settings["sharding_strategy"], *list(settings)[1:]))),
+)
+def test_gradients_of_shards_are_refused(settings: dict[str, Any], pool2: Run) -> None:
+    for refused in pool2(refused_terms, settings):
+        assert len(refused) == 2, refused
+        assert "square() reads parameter 'weight' of unit '0' outside the forward of its unit" in refused[0]
+        assert "parameter 'weight' of unit '0' received a gradient of shape" in refused[1]
+
+
+def late(rank: int, world: int) -> str:
+    model: Any = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), use_orig_params=True)
+    with FullyShardedDataParallel.summon_full_params(model):
+        term = model.weight.sum()
+    with pytest.raises(UsageError) as found:
+        term.backward()
+    return str(found.value)
+
+
+def test_a_graph_over_summoned_parameters_is_refused(pool2: Run) -> None:
+    assert all("or inside summon_full_params()" in each for each in pool2(late))

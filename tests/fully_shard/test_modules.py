@@ -76,6 +76,26 @@ def test_its_class_makes_plain_siblings() -> None:
     assert type(sequence[:2]) is nn.Sequential
 
 
+class _Sealed(nn.Linear):
+    """Refuses attributes after its construction."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.sealed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("sealed"):
+            raise AttributeError(f"{name}: sealed")
+        super().__setattr__(name, value)
+
+
+def test_a_module_that_refuses_attributes_trains() -> None:
+    layer = _Sealed()
+    model = fully_shard(nn.Sequential(layer))
+    model(torch.ones(2, 4)).sum().backward()
+    assert isinstance(layer.weight, DTensor) and layer.weight.grad is not None
+
+
 def test_parameters_are_distributed_tensors_of_rows() -> None:
     model = model_of()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -79,7 +79,7 @@ def names_of(model: nn.Module) -> Names:
 def together(model: Any, names: Names) -> Together:
     """The sets of parameters of flatfsdp's wrapper that have gradients together."""
     found = [each for each in inspect.flat_params(model) if not each.has_orig_params]
-    return tuple(frozenset(names[leaf] for leaf in each.leaves if leaf in names) for each in found)
+    return tuple(frozenset(names[leaf] for leaf in each.originals if leaf in names) for each in found)
 
 
 def together_in_torchs(model: Any) -> Together:

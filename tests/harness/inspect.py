@@ -154,13 +154,13 @@ class FlatParam:
     """One flat parameter of a unit.
 
     Attributes:
-        layout: the places of parameters. leaves: the original parameters, in the order of the layout.
+        layout: the places of parameters. originals: the users' parameters, in the order of the layout.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.layout = handle.layout
-        self.leaves: list[nn.Parameter] = handle.leaves
+        self.originals: list[nn.Parameter] = list(handle.face.originals)
 
     @property
     def shard(self) -> Tensor:

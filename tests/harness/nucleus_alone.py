@@ -134,9 +134,10 @@ def wrapped(
     from flatfsdp.engine.config.unit_options import UnitOptions
     from flatfsdp.engine.device.memory import MemoryTracker
     from flatfsdp.engine.device.streams import Device
-    from flatfsdp.engine.flat.faces import FlatFace, OriginalFace
+    from flatfsdp.engine.flat.faces import FlatFace
     from flatfsdp.engine.flat.flat_param import FlatParamHandle, FlatParamOptions
     from flatfsdp.engine.flat.param_refs import ParamRef
+    from flatfsdp.engine.flat.piece_face import PieceFaces
     from flatfsdp.engine.runtime import param_registry
     from flatfsdp.engine.runtime.entries import Entries
     from flatfsdp.engine.runtime.model import Model, model_of
@@ -176,7 +177,7 @@ def wrapped(
             options=FlatParamOptions(
                 mixed,
                 offload,
-                face=FlatFace if flat else OriginalFace,
+                face=FlatFace if flat else PieceFaces(copied=low or offload),
                 trainable=True,
                 packed=False,
                 pin_memory=False,

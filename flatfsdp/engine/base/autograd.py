@@ -122,14 +122,39 @@ def follow(leaf: torch.Tensor, holder: torch.Tensor) -> None:
 def _run_hooks_of(holder: weakref.ref[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
     found = holder()
     with _torch.as_plain_tensors():
-        registered = _torch.has_hooks(found) if found is not None else None
-    for hook in tuple((registered or {}).values()):
+        registered = hooks_of_users(found) if found is not None else []
+    for hook in registered:
         made = hook(grad)
         grad = grad if made is None else made
     return grad
 
 
 _our_ids = itertools.count(-1, -1)  # of hooks on tensors; users' hooks have the ids of their handles, from 0 on
+
+
+def hooks_of_users(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks that users have registered by `register_hook()` of `tensor`."""
+    return [hook for number, hook in (_torch.has_hooks(tensor) or {}).items() if number >= 0]
+
+
+def users_have_hooked(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of `tensors` has such a hook."""
+    return any([registered and max(registered) >= 0 for registered in map(_torch.has_hooks, tensors)])
+
+
+def before_gradients_of(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+    """Call `callback` with each gradient of `leaf`, which may also require none yet."""
+    if (registered := _torch.has_hooks(leaf)) is not None:
+        registered[next(_our_ids)] = callback
+    else:
+        leaf._backward_hooks = OrderedDict({next(_our_ids): callback})
+
+
+def is_captured(leaf: torch.Tensor) -> bool:
+    """Whether the running graph task returns the gradient of `leaf` (`torch.autograd.grad`) instead of accumulating
+    it."""
+    with _torch.as_plain_tensors():
+        return _torch.is_captured(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def before_backward_of(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None], *, first: bool = False) -> int:
@@ -184,19 +209,10 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) ->
     module.register_forward_pre_hook(hook)
 
 
-def will_accumulate(leaf: torch.Tensor, unless: tuple[int, ...] | None = None) -> bool:
-    """Whether the running graph task computes, or has computed, a gradient for `leaf`; `unless` it has this shape."""
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the running graph task computes, or has computed, a gradient for `leaf`."""
     with _torch.as_plain_tensors():  # the leaf may be a hidden parameter
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
-        return (unless is None or shape_admitted(node) != unless) and _torch.will_accumulate(node)
-
-
-def shape_awaited(leaf: torch.Tensor) -> torch.Size:
-    """The shape of `leaf` when the existing graphs first read it; its current shape if there are none."""
-    return shape_admitted(torch.autograd.graph.get_gradient_edge(leaf).node)
-
-
-shape_admitted = _torch.shape_awaited
+        return _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def customs_before(nodes: Iterable[Any], node: Any = None) -> list[Any]:
@@ -224,17 +240,6 @@ def flows_past(nodes: Iterable[Any], leaves: Iterable[torch.Tensor]) -> bool:
     known = {id(None), *map(id, leaves)}
     ends = (each for each in downstream(nodes) if not each.next_functions)
     return any(id(getattr(each, "variable", None)) not in known for each in ends)
-
-
-def leaves_used_in(intervals: Iterable[tuple[int, int]], roots: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The leaves that are arguments of those nodes whose numbers lie in one of `intervals` (from the first to before
-    the second), and that a backward reaches from the nodes `roots`."""
-    for node in downstream(roots):
-        number = node._sequence_nr()
-        if any([first <= number < after for first, after in intervals]):
-            for following, _ in node.next_functions:
-                if following is not None and not following.next_functions and hasattr(following, "variable"):
-                    yield following.variable
 
 
 def downstream(nodes: Iterable[Any]) -> Iterator[Any]:

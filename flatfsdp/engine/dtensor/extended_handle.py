@@ -66,7 +66,7 @@ class OpaqueParam(UnshardedParam):
         super().__init__(buffer.tensor, buffer, handle.layout)
         self._dtype = dtype
         with torch.inference_mode(False):
-            nothing = torch.full((), torch.nan, dtype=dtype, device=self._device)
+            nothing = handle.at_rest.empty.new_full((), torch.nan, dtype=dtype)
         self.views = [nothing.expand(spec.shape) for spec in handle.layout.params]
         self.shown = list(zip(handle.leaves, self.views, strict=True))
         self._hooks = handle.options.gathers

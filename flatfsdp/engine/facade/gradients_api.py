@@ -12,6 +12,7 @@ from torch import nn
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
 from ..runtime.model import check_outermost
+from ..runtime.module_tree import units_in
 from ..runtime.rest import check_outside, quiesce
 from ..runtime.unit import Unit
 
@@ -45,9 +46,25 @@ class GradientControls:
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
-        if self._unit.entries.in_place:  # modules may hold the unsharded parameters, which have no gradients
-            parameters = chain(model.steppable, parameters)
+        parameters = chain(model.steppable, parameters)  # modules may hold unsharded ones, which have no gradients
         return clip_grad_norm([model], parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any module: drop the gradients of all parameters inside, or set them to zero. Where modules hold
+        unsharded parameters, from a forward to its backward or after `unshard()`, this applies to the shards.
+
+        Args:
+            set_to_none: False to keep `.grad`, filled with zeros.
+        """
+        for unit in units_in(cast(nn.Module, self)):
+            for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as in any module
+                for holder in handle.face.holders:
+                    if set_to_none:
+                        holder.grad = None
+                    elif holder.grad is not None:
+                        with torch.no_grad():
+                            holder.grad.zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reduce_accumulated_gradients(self) -> None:
         """Reduce the gradients accumulated by backwards without synchronization into `.grad`, without a backward.

@@ -40,7 +40,7 @@ class UnshardHandle:
             for each in (*self._unit.owning_units, self._unit):
                 if each.is_unsharded and each.phase is IDLE:
                     each.wait_unshard()
-                    each.track_writes(described_as_unsharded=True)
+                    each.track_writes(requested=True)
 
 
 class ScheduleControls(GradientControls):

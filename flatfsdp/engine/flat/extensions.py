@@ -166,21 +166,19 @@ class TransformedParam:
         """Whether the leaf stands for `parameter`, which some other module still holds."""
         return self._original is not None and self._original() is parameter
 
-    def _value(self) -> torch.Tensor:
-        return self.transform.see(self.leaf, self.state)
-
     def install(self) -> None:
         """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
         with torch.enable_grad():  # also where a backward gathers for a recomputation
-            value = self._value()
+            value = self.transform.see(self.leaf, self.state)
         if marks := marks_of(self.leaf):
             vars(value).update(marks)
         for param_ref in self.param_refs:
             param_ref.assign(value)
 
-    def dissolve(self) -> None:
-        """Let the modules hold a parameter like the one they had before. Precondition: the leaf is unsharded."""
-        restored = nn.Parameter(self._value().detach().clone(), requires_grad=self.leaf.requires_grad)
+    def dissolve(self, whole: nn.Parameter) -> None:
+        """Let the modules hold a parameter like the one they had before. `whole`: the unsharded stored form."""
+        seen = self.transform.see(whole, self.state)
+        restored = nn.Parameter(seen.detach().clone(), requires_grad=self.leaf.requires_grad)
         vars(restored).update(marks_of(self.leaf))
         for param_ref in self.param_refs:
             param_ref.of(restored).register()

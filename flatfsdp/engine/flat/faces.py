@@ -84,15 +84,15 @@ class Face(Protocol):
             `rest`).
         two_lives: whether leaves are private. [Note: two lives]
         leaves: the leaves.
-        originals: the parameters for which the face was made, the user's: they show the shard at rest, and whole
-            parameters while users have these (`summon_full_params()`).
+        originals: the parameters for which the face was made, the user's: they show whole parameters while users have
+            these (`summon_full_params()`).
+        pieces: the holders that show their places in the shard as views of it, if any do.
+        guarded: whether holders refuse to be used now; None if they never do.
         is_distributed: whether holders are distributed tensors of whole parameters: modules hold them at rest, and the
             leaves for as long as these are unsharded (`compute`, `rest`). Torch's own functions see whole parameters
             (norms, state dicts), and every rank has each gradient.
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
             the same list.
-        displaced: of distributed holders, returns the leaves whose places in modules hold other objects, between
-            `compute` and `rest`. Of others, whose modules hold the same at any time, changes are found at rest.
         kept: memory to release when a forward or a backward begins, if any.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
     """
@@ -107,8 +107,9 @@ class Face(Protocol):
     two_lives: bool = False
     leaves: Sequence[nn.Parameter]
     originals: Sequence[nn.Parameter]
+    pieces: Sequence[nn.Parameter] = ()
+    guarded: bool | None = None
     counters: list[torch.Tensor]
-    displaced: Callable[[], set[int]]
     kept: Keeps | None = None
     flags: tuple[bool, ...] | None = None
     _at_rest: ShardViews
@@ -131,15 +132,23 @@ class Face(Protocol):
         """Undo `put`. Called for distributed holders only."""
 
     def compute(self) -> None:
-        """Let modules hold the leaves, which are about to be unsharded. Called for distributed holders only."""
+        """Let modules hold the leaves, which are about to be unsharded."""
 
     def rest(self) -> None:
-        """End `compute`; calls `follow_requires_grad` if users have set it on leaves. Called for distributed holders
-        only."""
+        """End `compute`; calls `follow_requires_grad` if users have set it on leaves."""
+
+    def displaced(self) -> set[int]:
+        """The leaves whose places in modules hold other objects, between `compute` and `rest`. If modules hold the same
+        at any time, changes are found at rest."""
+        return set()
+
+    def refuse_gradients(self) -> None:
+        """Refuse gradients of graphs over the holders, if no rank would reduce them. Called once."""
+        return
 
     def replaced(self) -> list[int]:
-        """The leaves whose holders should show their place in the shard but do not: the user replaced their memory.
-        Called for distributed holders only, at rest."""
+        """The leaves whose holders should have their place in the shard but do not: the user replaced their memory.
+        Called at rest; those that are in `pieces` are left out."""
         return []
 
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
@@ -186,6 +195,17 @@ class Face(Protocol):
     def follow_hooks(self) -> None:
         """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
         only. [Note: two lives]"""
+        return
+
+    def take_grads(self) -> Mapping[int, torch.Tensor]:
+        """A backward begins: leave no `.grad` on the leaves, some of which have one. Returns those of leaves that are
+        holders, by index."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        return {}
+
+    def give_grads(self, taken: Mapping[int, torch.Tensor]) -> None:
+        """Undo `take_grads`."""
         return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
@@ -261,7 +281,7 @@ class OriginalFace(Face):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
-        self.leaves = self.originals = self.holders
+        self.leaves = self.originals = self.pieces = self.holders
         self._layout = layout
 
     def put(self, param_ref: ParamRef) -> None:
@@ -274,10 +294,15 @@ class OriginalFace(Face):
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest, self._dtype = at_rest, shard.dtype
 
-    def follow_hooks(self) -> None:
-        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
-        only. [Note: two lives]"""
-        return
+    def take_grads(self) -> Mapping[int, torch.Tensor]:
+        taken = {i: leaf.grad for i, leaf in enumerate(self.holders) if leaf.grad is not None}
+        for i in taken:
+            self.holders[i].grad = None
+        return taken
+
+    def give_grads(self, taken: Mapping[int, torch.Tensor]) -> None:
+        for i, grad in taken.items():
+            assign_grad(self.holders[i], grad)
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         return [leaf.grad for leaf in self.holders]
@@ -352,11 +377,6 @@ class FlatFace(Face):
             f"{words.setting} it is part of a flat parameter, whose requires_grad ({wanted}) applies to all of it. "
             f"Set it before wrapping, or set that of the flat parameter in model.parameters(){words.or_remedy}"
         )
-
-    def follow_hooks(self) -> None:
-        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
-        only. [Note: two lives]"""
-        return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         flat = self._flat_param.grad

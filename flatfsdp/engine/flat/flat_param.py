@@ -1,9 +1,11 @@
 """One flat parameter: a layout, this rank's shard, and the unsharded buffer that comes and goes.
 
-[Note: leaves] The user's own `Parameter` objects stay the autograd leaves. A handle swaps the memory that their `.data`
-shows (`views.py`): at rest a view of the shard, while the unit computes an N-D view of the unsharded buffer, and
-nothing (zero elements) between a forward that resharded and the backward. The `FlatParameter` holds the shard; with a
-`FlatFace` modules register it and optimizers step on it. [Note: faces]
+[Note: leaves] A handle's leaves are the tensors in which autograd accumulates gradients: parameters of constant shape,
+which show the unsharded buffer while the unit computes, and refuse to be used while that has no memory (`views.py`).
+What users hold, and optimizers step on, are the holders of its face, always this rank's shard. With an `OriginalFace`
+the user's own parameters are both; with others the leaves are private, or the parameters from which a flat or a
+distributed one was made ([Note: two lives]). The `FlatParameter` holds the shard; with a `FlatFace` modules register it
+([Note: faces]).
 
 [Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction); packed bytes
 have one of their own.
@@ -104,14 +106,15 @@ class FlatParamHandle:
 
     Attributes:
         name: the unit's name, for messages.
-        leaves: the user's parameters, in layout order.
+        leaves: [Note: leaves], in layout order.
         layout: the place of each of them.
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
         shard: shape (layout.shard_numel,), master dtype; on the CPU when offloaded.
         flat_param: the shard as a parameter.
         face: the form of the parameters that users see at rest. [Note: faces]
-        at_rest: the views of the shard that the leaves show.
+        at_rest: the views of the shard.
+        shard_is_whole: whether the shard itself is the unsharded parameter, in the compute dtype.
         writes: counts writes to the shard and the leaves.
         state: [Note: states].
         unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
@@ -119,7 +122,6 @@ class FlatParamHandle:
         kept_source: another source of the unsharded form that stays here between uses, in addition to the shard.
         persistence: where the unsharded parameter stays between uses; None if it does not. [Note: persistent
             parameters]
-        accumulator_was_requested: whether code requested a hidden leaf's autograd node. [Note: accumulators]
         device: where the unit computes.
         gathers_elements: whether the elements of the shard are what is gathered, in this order, maybe cast.
     """
@@ -153,7 +155,6 @@ class FlatParamHandle:
         self.pending: PendingWork | None = None
         self.kept_source: KeptSource | None = None
         self.persistence: ParamPersistence | None = None
-        self.accumulator_was_requested = False
         self.shard = shard
         self._counted = self.shard_bytes
         tracker.add("shard", self._counted)
@@ -231,12 +232,18 @@ class FlatParamHandle:
                     return leaf
         return parameter
 
+    def original_of(self, leaf: nn.Parameter) -> nn.Parameter:
+        """The inverse of `leaf_of`, for one of the leaves."""
+        return next(original for each, original in zip(self.leaves, self.face.originals, strict=True) if each is leaf)
+
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
         """Rebuild all state that depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
-        self.at_rest = ShardViews(self.face.originals, self.layout, self.rank, self.shard, empty)
+        self.shard_is_whole = self.is_shard_in(self.precision.compute)
+        shown = self.leaves if self.shard_is_whole and not self.face.pieces else self.face.pieces
+        self.at_rest = ShardViews(shown, self.layout, self.rank, self.shard, empty)
         self.face.moved(self.at_rest, self.shard)
         self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
         self._unsharded.clear()
@@ -279,6 +286,20 @@ class FlatParamHandle:
     def shard_bytes(self) -> int:
         """The size of this rank's part of the parameters at rest."""
         return self.shard.nbytes
+
+    def check_cast(self, dtype: torch.dtype) -> None:
+        """Refuse a shard of `dtype` where parameters are their own leaves, and the unit would compute with copies.
+
+        Raises:
+            UsageError: that is so.
+        """
+        compute = self.options.precision(dtype).compute
+        if self.face.holds_leaves and compute != dtype != self.shard.dtype:
+            raise UsageError(
+                f"unit {self.label}: a conversion of its parameters to {dtype} after wrapping, while it computes in "
+                f"{compute} and each rank has whole parameters ({self.face.words.setting}): they could not be used as "
+                "they are any more. Convert the module before wrapping, or pass another param_dtype"
+            )
 
     def changed_by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """The shard after `change`, a move or a cast, for `replace_shard`; None if that leaves it as it is."""

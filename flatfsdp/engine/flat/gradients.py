@@ -8,7 +8,7 @@ a failed backward can be forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
-from .faces import Sums, assign_grad
+from .faces import Sums
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, SlotMemory
 from .reduction import ReductionInput, Residuals, release_inputs
@@ -57,8 +57,8 @@ class Gradients:
         self._hooked = False  # [Note: communication hooks]
         self.outlive_params = False
         self._completes = True  # whether the reductions in flight are more than partial sums
-        self._stashed: dict[int, torch.Tensor] | None = None
-        self._stand_ins: dict[int, tuple[torch.Tensor, int]] = {}
+        self._begun = False  # a backward has, and its gradients are not `.grad` yet
+        self._taken: Mapping[int, torch.Tensor] | None = None
 
     def _forget_expectations(self) -> None:
         self.expected: frozenset[int] = frozenset()
@@ -70,8 +70,9 @@ class Gradients:
     # -- a backward begins -------------------------------------------------------------------------------------------
 
     def stash_grads(self) -> None:
-        """Take the `.grad` of all leaves away until `finalize_grads` or `unstash_grads`."""
-        if self._stashed is None:
+        """Take the `.grad` of parameters that are their own leaves away until `finalize_grads` or `unstash_grads`."""
+        if not self._begun:
+            self._begun = True
             if self.slots.buffer is not None:
                 if self.accumulation.check_window(self.slots):
                     self._drop_slots()
@@ -79,32 +80,15 @@ class Gradients:
                     self.slots.leave_shown()
             if (kept := self.handle.face.kept) is not None and kept.shows:
                 kept.release()
+        if self._taken is None:
             leaves = self.handle.leaves
-            self._stashed = {i: grad for i, grad in enumerate(map(_GRAD, leaves)) if grad is not None}
-            for i in self._stashed:
-                leaves[i].grad = None
-        elif self._stand_ins:
-            self._end_retention()
+            some = list(map(_GRAD, leaves)).count(None) != len(leaves)
+            self._taken = self.handle.face.take_grads() if some else {}
 
     def retain_for_double_backward(self) -> None:
-        """Show stand-ins while the parameters stay unsharded until another backward: stashed gradients cannot be shown.
-
-        A stand-in has the unsharded shape: if it is dropped, for example by `zero_grad`, so is the stashed gradient.
-        """
-        for i in self._stashed or {}:
-            leaf = self.handle.leaves[i]
-            with _torch.as_plain_tensors():  # hidden where this rank's backward has not reached it
-                leaf.grad = torch.zeros_like(leaf)
-            self._stand_ins[i] = leaf.grad, leaf.grad._version
-
-    def _end_retention(self) -> None:
-        for i, (stand_in, version) in self._stand_ins.items():
-            leaf = self.handle.leaves[i]
-            if leaf.grad is not stand_in or stand_in._version != version:
-                assert self._stashed is not None
-                del self._stashed[i]
-            leaf.grad = None
-        self._stand_ins = {}
+        """Show what was taken away until another backward begins."""
+        taken, self._taken = self._taken or {}, None
+        self.handle.face.give_grads(taken)
 
     def expect_gradients(
         self,
@@ -127,7 +111,7 @@ class Gradients:
         memory. `may_wait`: whether memory for them should be allocated late. [Note: late slots] `collects_in`: as of
         `let_collect`. Returns whether this handle takes part in the next reduction.
         """
-        if self._stashed is None or self._stand_ins:
+        if self._taken is None:
             self.stash_grads()
         awaited = self.accumulation.awaited
         self.expected = expected | awaited if awaited else expected
@@ -269,8 +253,6 @@ class Gradients:
 
         Precondition: leaves show the shard.
         """
-        if self._stand_ins:
-            self._end_retention()
         total: torch.Tensor | None = None
         for part in self.reducing:
             result = part.wait()
@@ -293,7 +275,7 @@ class Gradients:
             total = downloaded
         elif self.handle.options.offload or total.dtype != self.handle.precision.grad:
             total = self._on_shard_device(total)
-        taken, self._stashed = self._stashed or {}, None
+        taken, self._taken, self._begun = self._taken or {}, None, False
         if sums := self.handle.face.add_grads(total, trained, taken):
             _add(sums)
         return True
@@ -322,7 +304,7 @@ class Gradients:
         if left_out:
             self.unstash_grads()
         else:
-            taken, self._stashed = self._stashed or {}, None
+            taken, self._taken, self._begun = self._taken or {}, None, False
             sums = self.handle.face.add_grads(part.result, trained, taken)
 
         def finish() -> None:
@@ -342,17 +324,10 @@ class Gradients:
         # If the CPU stands in for a device, the same copy is made.
         return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
 
-    def unstash_grads(self, *, while_unsharded: bool = False) -> None:
-        """Restore the stashed `.grad` of the leaves. Precondition: leaves show the shard, or `while_unsharded`."""
-        taken, self._stashed = self._stashed or {}, None
-        for i, grad in taken.items():
-            leaf = self.handle.leaves[i]
-            if while_unsharded:  # assignments are refused for another shape, dtype or device
-                kept, grad.data = grad.data, leaf.data
-                leaf.grad = grad
-                grad.data = kept
-            else:
-                assign_grad(leaf, grad)
+    def unstash_grads(self) -> None:
+        """Undo `stash_grads`."""
+        taken, self._taken, self._begun = self._taken or {}, None, False
+        self.handle.face.give_grads(taken)
 
     def drop(self) -> bool:
         """Forget a failed backward: arrived gradients, reductions in flight, the window. True if a window was lost."""

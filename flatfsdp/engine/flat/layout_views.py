@@ -96,31 +96,29 @@ class ShardViews:
 
     Attributes:
         views: for each leaf its view of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
-        shown: each leaf with its view.
+        shown: the parameters that show their places in the shard at rest, each with its view; none, or one for each.
         pieces: the shard's piece of each segment. [Note: pieces]
-        empty: the tensor of leaves that show nothing: no elements, in the compute dtype, on the compute device.
-        stands_in: whether leaves that should show nothing may show the shard: autograd sees no difference.
+        empty: a tensor without elements, in the compute dtype, on the compute device.
     """
 
     def __init__(
-        self, leaves: Sequence[nn.Parameter], layout: FlatLayout, rank: int, shard: torch.Tensor, empty: torch.Tensor
+        self, shown: Sequence[nn.Parameter], layout: FlatLayout, rank: int, shard: torch.Tensor, empty: torch.Tensor
     ) -> None:
-        self._leaves = leaves
         self._layout = layout
         self._is_whole = layout.world == 1
-        spans = [layout.span_in_shard(i, rank) for i in range(len(leaves))]
+        spans = [layout.span_in_shard(i, rank) for i in range(len(layout.params))]
         self._pieces = [(span.start, span.numel) for span in spans]
-        self._owned = [layout.span_in_param(i, rank) for i in range(len(leaves))]
+        self._owned = [layout.span_in_param(i, rank) for i in range(len(layout.params))]
         # The leaves with elements here, or with none anywhere; the cuts divide a shard into them, in one call.
         self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
         self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
         self.pieces = pieces_of(shard, layout)
         self.views = self.views_of(shard)
-        held = self.views if not shard.is_meta else [empty.detach() for _ in leaves]  # leaves are never on it
-        self.shown = list(zip(leaves, held, strict=True))
+        held = self.views if not shard.is_meta else [empty.detach() for _ in self.views]  # they are never on it
+        self.shown = list(zip(shown, held, strict=False))
         self.empty = empty
-        self.stands_in = shard.dtype == empty.dtype and shard.device == empty.device and not self._is_whole
-        self._expected = self._facts(held)
+        self._parameters = [parameter for parameter, _ in self.shown]
+        self._expected = self._facts([view for _, view in self.shown])
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views for the leaves of `flat`, which is laid out like the shard."""
@@ -143,13 +141,14 @@ class ShardViews:
         For autograd they are not views, and they share no version counter.
         """
         if self._is_whole:
-            return [*range(len(self._leaves))], full_views(flat, self._layout)
+            return [*range(len(self.views))], full_views(flat, self._layout)
         pieces = flat.unsafe_split_with_sizes(self._cuts)
         return [*self._present], [pieces[k] for k in self._kept]
 
     def replaced(self) -> list[int]:
-        """The leaves that do not show their place in the shard although they should: users replaced their `.data`."""
-        found = self._facts(self._leaves)
+        """The leaves whose parameters do not show their places in the shard although they should: users replaced their
+        `.data`."""
+        found = self._facts(self._parameters)
         if found == self._expected:
             return []
         return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._expected)]

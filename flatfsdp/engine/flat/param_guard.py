@@ -1,11 +1,11 @@
 """A parameter that does not show its value, and refuses to be used.
 
-[Note: guarded parameters] Between a forward that resharded and the backward a leaf has no elements; in a forward, and
-until its backward, the leaf of a unit that has not run shows this rank's shard. A term over `model.parameters()` would
-silently be zero, or differ between ranks, and autograd would refuse the shape of its gradient with an unhelpful
-message. So for that time the leaf has a class whose operations raise. It stays the same object, a `Parameter`, and pure
-queries (`.grad`, `requires_grad`, hooks) are answered; its shape, strides, dtype and device are those of this rank's
-shard, which it shows before and after, so that the number of elements is the same at any time.
+[Note: guarded parameters] A leaf has no memory while its unit is sharded. A holder is this rank's shard: from the begin
+of a forward to the end of its backward a term over `model.parameters()` would silently differ between ranks, and be in
+no gradient. So for that time they have a class whose operations raise. They stay the same objects, `Parameter`s, and
+pure queries (`.grad`, `requires_grad`, hooks) are answered; shape, strides, dtype and device are those of this rank's
+shard, so that the number of elements is the same at any time. At rest holders can be used, for example by optimizers.
+Autograd may record it; if a backward then brings a gradient to such a holder, it is refused (`refuse_gradients`).
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
@@ -23,13 +23,15 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import UsageError
+from ...errors import UsageError, fail
 from ..base import _torch
+from ..base import autograd as hooks
 from .deferred_grad import DeferredGradParameter, wait_for_grad
 from .flat_param import FlatParamHandle
 from .placeholder import is_query, name_of, property_of
@@ -108,28 +110,10 @@ _OF_SHARD = frozenset(
 
 _LAYOUT = frozenset("shape size dim numel nelement stride __len__ data data_ptr untyped_storage".split())
 
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
-
-class DescribedAsShard(nn.Parameter):
-    """A parameter whose queries are answered for this rank's shard, independent of the view that it shows."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_query(func):
-            query = property_of(func)
-            if query == "grad":
-                wait_for_grad(args[0])
-            elif (query or func.__name__) in _OF_SHARD:
-                args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class UnusableParameter(DescribedAsShard):
-    """The class of `nn.Parameter` objects while they do not show their value; never constructed."""
+class UnusableParameter(nn.Parameter):
+    """The class of `nn.Parameter` objects while they do not show their value; never constructed. Queries are answered
+    for this rank's shard."""
 
     @classmethod
     def __torch_function__(
@@ -142,13 +126,18 @@ class UnusableParameter(DescribedAsShard):
                 if isinstance(each, UnusableParameter) and each.requires_grad:
                     _refuse_in_custom_function(each)
         if is_query(func):
+            query = property_of(func)
+            if query == "grad":
+                wait_for_grad(args[0])
+            elif (query or func.__name__) in _OF_SHARD:
+                args, kwargs = tuple(map(_described, args)), {name: _described(value) for name, value in kwargs.items()}
             return super().__torch_function__(func, types, args, kwargs)
         if property_of(func) == "data" and (len(args) > 1 or not _torch.in_backward()):
             return data_of_shard(*args)
         if leads_to_accumulator(func, args):
             return _expanded(args[0])
         if not torch.is_grad_enabled() and _is_elementwise(func) and not _torch.in_backward():
-            return call_with_shards(func, args, kwargs, of=UnusableParameter, shard=shard_of, check=_check_alike)
+            return _call_with_shards(func, args, kwargs)
         used = (*args, *kwargs.values())
         if func in (torch.autograd.grad, torch.autograd.backward):
             raise UsageError(_refusal_to_ask(name_of(func), used))
@@ -162,7 +151,9 @@ class UnusableParameter(DescribedAsShard):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter of the shard; it belongs to no handle and hides nothing."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(shard_of(self).clone(), self.requires_grad)
+            made = memo[id(self)] = nn.Parameter(shard_of(self).clone(), self.requires_grad)
+            made.__class__ = ORIGINAL[type(self)]
+            vars(made).update(vars(self))
         copied: nn.Parameter = memo[id(self)]
         return copied
 
@@ -193,23 +184,9 @@ def leads_to_accumulator(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def _expanded(leaf: nn.Parameter) -> torch.Tensor:
-    """`leaf.expand_as(leaf)`, for code that looks for its accumulator, which accepts unsharded gradients.
-    [Note: accumulators]"""
-    handle, index = handle_and_index_of(leaf)
-    handle.accumulator_was_requested = True
-    if leaf is not handle.leaves[index]:  # a holder, whose accumulator has its shape
-        with _torch.as_plain_tensors(), torch.enable_grad():
-            made = leaf.expand_as(leaf)
-        return _as_expanded(made, leaf)
-    with torch.no_grad(), _torch.as_plain_tensors():
-        shown = leaf.data
-        leaf.data = shown.new_zeros(()).expand(handle.layout.params[index].shape)
-        try:
-            with torch.enable_grad():
-                made = leaf.expand_as(leaf)
-        finally:
-            leaf.data = shown
-    return _as_expanded(made, leaf)
+    """`leaf.expand_as(leaf)`, for code that looks for its accumulator. [Note: accumulators]"""
+    with torch.enable_grad(), _torch.as_plain_tensors():
+        return _as_expanded(leaf.expand_as(leaf), leaf)
 
 
 def _as_expanded(made: torch.Tensor, leaf: nn.Parameter) -> torch.Tensor:
@@ -221,17 +198,6 @@ def _as_expanded(made: torch.Tensor, leaf: nn.Parameter) -> torch.Tensor:
 
 HIDDEN = ClassVariants(UnusableParameter)
 HIDDEN[DeferredGradParameter] = UnusableParameter
-
-
-def hide(leaves: Iterable[nn.Parameter], nothing: torch.Tensor) -> None:
-    """Let `leaves` show `nothing`, unless they already do, and refuse operations on them."""
-    with _torch.as_plain_tensors():  # some may be described as their shards
-        for leaf in leaves:
-            kind = type(leaf)
-            hidden = HIDDEN[kind]
-            if kind is not hidden or kind not in ORIGINAL:
-                _SET_DATA(leaf, nothing)
-                leaf.__class__ = hidden
 
 
 def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> None:
@@ -254,13 +220,15 @@ def may_hide(handle: FlatParamHandle) -> None:
     this = weakref.ref(handle)
     ids = [*map(id, handle.leaves), *map(id, handle.face.originals)]
     _handles.update({each: (this, index % len(handle.leaves)) for index, each in enumerate(ids)})
-    weakref.finalize(handle, _forget, ids, this)
+    weakref.finalize(handle, _forget, ids, this, handle.face.pieces)
 
 
-def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle]) -> None:
+def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle], holders: Sequence[nn.Parameter]) -> None:
     for each in ids:
         if (found := _handles.get(each)) and found[0] is handle:
             del _handles[each]
+    if holders:
+        change_classes(holders, ORIGINAL)  # they are tensors of their own now
 
 
 def has_handle(leaf: torch.Tensor) -> bool:
@@ -276,6 +244,28 @@ def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
     return handle, index
 
 
+def refuse_gradients(holder: nn.Parameter) -> None:
+    """Refuse gradients of graphs over `holder`, which autograd would accumulate in its `.grad`: of a shard, and reduced
+    by nothing. [Note: two lives]"""
+    hooks.before_gradients_of(holder, partial(_refuse_gradient, id(holder)))
+
+
+def _refuse_gradient(key: int, grad: torch.Tensor) -> None:
+    found = _handles.get(key)
+    if found is None or (handle := found[0]()) is None:
+        return  # its model is gone
+    holder, spec = handle.face.originals[found[1]], handle.layout.params[found[1]]
+    if id(holder) == key and not hooks.is_captured(holder):
+        fail(
+            UsageError(
+                f"parameter {spec.name!r} of unit {handle.label} received a gradient of shape {tuple(grad.shape)}, "
+                "which no rank would reduce. It was used outside the forward of its unit, where it shows this rank's "
+                f"shard of {spec.shape}, or inside summon_full_params(): compute functions of parameters (for example "
+                "an L2 penalty) inside the forward of the module that holds them, or under torch.no_grad()"
+            )
+        )
+
+
 # -- shards by hand ----------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +277,7 @@ def shard_of(leaf: torch.Tensor) -> torch.Tensor:
 
 def _described(value: Any) -> Any:
     """A parameter's shard in its place; the parameter itself if its model is gone."""
-    return shard_of(value) if isinstance(value, DescribedAsShard) and has_handle(value) else value
+    return shard_of(value) if isinstance(value, UnusableParameter) and has_handle(value) else value
 
 
 def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
@@ -314,30 +304,21 @@ def _is_elementwise(func: Callable[..., Any]) -> bool:
     return name == "detach" or name in _ELEMENTWISE or (name[:1] in ("i", "r") and name[1:] in _ELEMENTWISE)
 
 
-def call_with_shards(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    of: type[nn.Parameter],
-    shard: Callable[[Any], torch.Tensor],
-    check: Callable[..., None] | None = None,
-) -> Any:
-    """Call `func` with each parameter of the class `of` replaced by its `shard`, after `check` has accepted it."""
+def _call_with_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with each hidden parameter replaced by its shard."""
     shards: dict[int, torch.Tensor] = {}
 
     def shown(value: Any) -> Any:
-        if isinstance(value, of):
+        if isinstance(value, UnusableParameter):
             if id(value) not in shards:
-                shards[id(value)] = shard(value)
+                shards[id(value)] = shard_of(value)
             return shards[id(value)]
         if isinstance(value, (list, tuple)):
             return [shown(each) for each in value]
         return {key: shown(each) for key, each in value.items()} if isinstance(value, dict) else value
 
     given, named = shown(args), shown(kwargs)
-    if check is not None:
-        check(func, (*args, *kwargs.values()), (*given, *named.values()))
+    _check_alike(func, (*args, *kwargs.values()), (*given, *named.values()))
     result = func(*given, **named)
     # In place: return the parameter itself, as users expect.
     return args[0] if args and result is not None and result is given[0] else result

@@ -12,6 +12,7 @@ the meta device, only the module.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,8 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..base._torch import has_hooks, hooks_on
+from ..base._torch import hooks_on
+from ..base.autograd import hooks_of_users
 
 
 class ParamRef:
@@ -118,10 +120,11 @@ class ParamRef:
         if module is None:
             return
         module.__dict__.pop(self.attribute, None)
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            module._parameters[self.attribute] = parameter
-        else:  # a recurrent module also has its weights in a list
-            setattr(module, self.attribute, parameter)
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            # A recurrent module also has its weights in a list. One that refuses attributes has no list to update.
+            with contextlib.suppress(Exception):
+                setattr(module, self.attribute, parameter)
+        module._parameters[self.attribute] = parameter
         if parameter is not None:
             self.held = parameter
 
@@ -268,7 +271,7 @@ def check_param_refs(
                 f"{where}: it was tied to {names.get(id(held), first.path)!r}. Wrapping determines which unit owns a "
                 "tied parameter; tie parameters before wrapping"
             )
-        if has_hooks(held) or hooks_on(held):
+        if hooks_of_users(held) or hooks_on(held):
             raise UsageError(
                 f"{where}: it is a different parameter now, which has hooks. Its values would be copied into the "
                 "parameter that was wrapped, which stays in place, so the hooks would never run. Assign the "

@@ -15,7 +15,7 @@ from ..layout.layout import FlatLayout
 from .apart_face import ApartFace
 from .faces import Face, FaceMaker, OriginalFace, Sums, adoptions, assign_grad
 from .layout_views import ShardViews
-from .param_guard import ORIGINAL
+from .param_guard import ORIGINAL, refuse_gradients
 from .param_refs import ParamRef
 from .write_tracker import FlatParameter
 
@@ -59,7 +59,8 @@ class PieceFace(ApartFace):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         super().__init__([_leaf_for(each) for each in leaves], list(leaves))
-        self.originals = self.holders
+        self.originals = self.pieces = self.holders
+        self.guarded = False
         self._layout = layout
         self._following: set[int] = set()  # the leaves on whose gradients hooks of their holders run
 
@@ -67,13 +68,15 @@ class PieceFace(ApartFace):
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest, self._dtype = at_rest, shard.dtype
-        for holder, view in at_rest.shown:
-            holder.data = view
         self.counters[:] = self.holders
 
     def adopt(self, index: int, held: nn.Parameter) -> bool:
         adoptions.pass_over(held, self._layout.params[index].name)
         return False
+
+    def refuse_gradients(self) -> None:
+        for holder in self.holders:
+            refuse_gradients(holder)
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
@@ -83,7 +86,7 @@ class PieceFace(ApartFace):
     def follow_hooks(self) -> None:
         with _torch.as_plain_tensors():  # holders refuse to be used
             for index, (leaf, holder) in enumerate(zip(self.leaves, self.holders, strict=True)):
-                if index not in self._following and _torch.has_hooks(holder):
+                if index not in self._following and hooks.hooks_of_users(holder):
                     self._following.add(index)
                     hooks.follow(leaf, holder)
 

@@ -1,34 +1,34 @@
-"""The views that the user's parameters show. Only this file assigns a parameter's `.data`.
+"""The memory that leaves and users' parameters show. Only this file assigns a parameter's `.data`.
 
-[Note: view modes] A handle's leaves all show one of these: their place in the *shard* (at rest), the *unsharded*
-parameters (N-D views of the unsharded buffer) or *nothing* (zero elements: between a forward that resharded and the
-backward, where a shard of one element would broadcast unnoticed; [Note: guarded parameters]). When a backward has
-finished with them they show the shard already, *guarded*, unless it has another dtype or device: the last switch of the
-backward is then free. In a backward that does not read them they show their *shape*: NaN without memory, since autograd
-lays a gradient out like its leaf.
+[Note: view modes] A leaf has the shape of its parameter at any time, and shows the unsharded buffer, whose storage
+comes and goes. A handle's leaves show the *unsharded* parameters, or *nothing*: then they refuse to be used. They show
+nothing at rest, where users meet holders that show the *shard*, and between a forward that resharded and the backward:
+then holders refuse to be used, too ([Note: guarded parameters]). If the shard itself is the unsharded parameter, leaves
+always show it.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ...errors import UsageError, fail
-from ..base import autograd as hooks
 from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
 from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
-from .left_unsharded import LEFT_CAST, LEFT_WHOLE
-from .param_guard import HIDDEN, NOTICED, ORIGINAL, change_classes, hide, may_hide
+from .param_guard import HIDDEN, NOTICED, ORIGINAL, change_classes, may_hide
 from .param_refs import ParamRef, marks_of
+from .sources import UnshardedParam
 from .states import SHARDED, UNSHARDED
 from .write_tracker import VERSION
 
@@ -39,24 +39,23 @@ class ViewMode(enum.Enum):
     SHARDED = "shard"
     UNSHARDED = "whole"
     FREED = "nothing"
-    GUARDED = "guarded"
-    SHAPE_ONLY = "shape"
 
 
-SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING, SHOWS_GUARDED, SHOWS_SHAPE = ViewMode
+SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING = ViewMode
 
 _FACTS = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride
+_CLASS = repeat("__class__")
 
 
 class ParamViews:
-    """The views that one handle's leaves show, and changes that users made to the leaves meanwhile.
+    """The memory that one handle's leaves show, and changes that users made to the leaves meanwhile.
 
     Attributes:
         extended: those of the leaves that modules see transformed.
-        some_hidden: whether some leaves refuse to be used. [Note: guarded parameters]
         tracks_writes: whether in-place writes to the `.data` of leaves are noticed.
         is_left_unsharded: whether a forward has left the leaves unsharded, in the shard itself, and no backward has
             reached them.
+        is_set_aside: whether modules hold the holders although the leaves are unsharded.
         without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: view modes].
     """
@@ -64,105 +63,123 @@ class ParamViews:
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.extended: list[TransformedParam] = []
-        self.some_hidden = self.tracks_writes = self.is_left_unsharded = False
+        self.tracks_writes = self.is_left_unsharded = self.is_set_aside = False
         self.without_values: frozenset[int] = frozenset()
-        self.mode = SHOWS_UNSHARDED
-        self.show(SHOWS_SHARD)
+        self.mode = SHOWS_SHARD
+        self._some_hidden = self._all_hidden = False  # leaves refuse to be used
+        self._laid: UnshardedParam | None = None  # the one that leaves show
+        self.note_classes()
+        self._lay_out()
         may_hide(handle)
+        handle.face.refuse_gradients()
+
+    def note_classes(self) -> None:
+        """Record the classes of the leaves, which are plain now, and those that they have while they refuse to be
+        used."""
+        self._plain: list[type] = [ORIGINAL[type(leaf)] for leaf in self.handle.leaves]
+        self._refusing: list[Any] = [HIDDEN[kind] for kind in self._plain]
+
+    def _lay_out(self) -> None:
+        """Let users' parameters show the shard, and leaves too if it is the unsharded parameter; else give these their
+        shapes, dtype and device, without memory."""
+        handle = self.handle
+        for parameter, view in handle.at_rest.shown:
+            parameter.data = view
+        self._laid = None
+        if handle.shard_is_whole:
+            for leaf, view in zip(handle.leaves, handle.at_rest.views, strict=True):
+                if not view.is_meta:  # leaves are never on it
+                    leaf.data = view
+        else:
+            empty = handle.at_rest.empty
+            nothing = empty.new_full((), torch.nan if empty.is_floating_point() else 0)
+            for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
+                leaf.data = nothing.expand(spec.shape)
+            self._some_hidden = self._all_hidden = True
+            change_classes(handle.leaves, HIDDEN)
 
     def show(self, mode: ViewMode) -> None:
         """Let every leaf show `mode`."""
-        before, handle = self.mode, self.handle
-        if mode is SHOWS_SHARD and before is SHOWS_GUARDED:
-            self.mode = before = mode
-        if mode is before:
-            if self.some_hidden and mode is SHOWS_SHARD:
-                self.unhide()  # end of `guard`
-            return
-        if mode is SHOWS_GUARDED and not handle.at_rest.stands_in:
-            mode = SHOWS_NOTHING
-        if mode is SHOWS_NOTHING:
-            if before is not SHOWS_GUARDED:
-                hide(handle.leaves, handle.at_rest.empty)
-                self.some_hidden, self.tracks_writes = True, False
-        else:
-            if mode is SHOWS_UNSHARDED:
-                views = handle.unsharded.shown
-            else:
-                views = self._shapes() if mode is SHOWS_SHAPE else handle.at_rest.shown
-            if self.some_hidden or self.tracks_writes:
-                self.unhide()
-            for leaf, view in views:
-                leaf.data = view
-            if mode is SHOWS_GUARDED:
-                change_classes(handle.leaves, HIDDEN)
-                self.some_hidden = True
+        handle, before = self.handle, self.mode
+        face = handle.face
         self.mode = mode
-        if handle.face.moves:
-            handle.face.compute() if mode is SHOWS_UNSHARDED else handle.face.rest()
-        if self.extended and mode is not SHOWS_UNSHARDED:
-            for each in self.extended:
-                each.uninstall(handle.face.put)
+        if mode is SHOWS_UNSHARDED:
+            self.is_set_aside = False
+            if self._some_hidden or self.tracks_writes:
+                self._some_hidden = self._all_hidden = self.tracks_writes = False
+                deque(map(setattr, handle.leaves, _CLASS, self._plain), 0)  # without a call for each
+            if (now := handle.unsharded) is not self._laid:
+                for leaf, view in now.shown:
+                    leaf.data = view
+                self._laid = now
+            if face.moves:
+                face.compute()
+            return
+        if not (self._all_hidden or handle.shard_is_whole):
+            self._some_hidden, self._all_hidden, self.tracks_writes = True, True, False
+            deque(map(setattr, handle.leaves, _CLASS, self._refusing), 0)
+        if before is SHOWS_UNSHARDED and face.moves:
+            face.rest()
+        if face.guarded is not None and face.guarded is not (refuses := mode is SHOWS_NOTHING):
+            face.guarded = refuses
+            change_classes(face.holders, HIDDEN if refuses else ORIGINAL)
+            if ARRIVALS and not refuses:
+                show_deferred(face.holders)
+        for each in self.extended:
+            each.uninstall(face.put)
 
-    def _shapes(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        handle = self.handle
-        nothing = handle.at_rest.empty.new_full((), torch.nan if handle.at_rest.empty.is_floating_point() else 0)
-        specs = zip(handle.leaves, handle.layout.params, strict=True)
-        return [(leaf, nothing.expand(spec.shape)) for leaf, spec in specs]
+    def show_anew(self) -> None:
+        """Point the leaves at the unsharded parameters when they show these next: users may have replaced their
+        `.data`."""
+        self._laid = None
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Let some leaves show nothing."""
-        leaves = self.handle.leaves
-        hide([leaves[i] for i in indices], self.handle.at_rest.empty)
-        self.some_hidden = True
+        """Let some leaves refuse to be used."""
+        for i in indices:
+            self.handle.leaves[i].__class__ = self._refusing[i]
+        self._some_hidden = True
 
     def guard(self) -> None:
-        """Let the leaves refuse to be used for as long as they show a shard that lacks elements."""
-        handle = self.handle
-        if self.mode is SHOWS_SHARD and not (handle.is_unsharded_at_rest or handle.face.is_distributed):
-            change_classes(handle.leaves, HIDDEN)
-            self.some_hidden = True
+        """Let the holders refuse to be used, until the next `show` of the shard."""
+        face = self.handle.face
+        if self.mode is SHOWS_SHARD and face.guarded is False:
+            face.guarded = True
+            change_classes(face.holders, HIDDEN)
 
-    def track_writes(self, *, described_as_unsharded: bool = False, in_use: bool = False) -> None:
+    def track_writes(self, *, requested: bool = False, in_use: bool = False) -> None:
         """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
         freed, including in-place writes to `.data`, which raise no version.
 
-        Leaves that users hold are described as their shards are, unless a user has asked for unsharded ones. `in_use`:
-        modules of other units compute with them.
-        [Note: left unsharded]
+        Modules hold private leaves no longer then, unless a user has `requested` it, or modules of other units compute
+        with them (`in_use`).
         """
-        handle = self.handle
         if self.mode is not SHOWS_UNSHARDED:
             return
-        if handle.unsharded.buffer is None:
+        if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
-            kinds = NOTICED
-            if handle.face.holds_leaves and not described_as_unsharded:
-                kinds = LEFT_CAST if handle.is_unsharded_at_rest else LEFT_WHOLE
-            change_classes(handle.leaves, kinds)
+            change_classes(self.handle.leaves, NOTICED)
             self.tracks_writes = True
+        if self.handle.face.two_lives and not (requested or in_use):
+            self.is_set_aside = True
+            self.handle.face.rest()
 
-    def unhide(self) -> None:
-        """Restore the leaves' own classes: they are about to show values, or to be used in a forward."""
-        if self.some_hidden or self.tracks_writes:
-            self.some_hidden = self.tracks_writes = False
-            change_classes(self.handle.leaves, ORIGINAL)
-            if ARRIVALS:
-                show_deferred(self.handle.leaves)
-
-    def note_classes(self) -> None:
-        """Leaves, which are not hidden now, have other classes than before."""
+    def end_tracking(self) -> None:
+        """End of `track_writes`: the unit computes with the leaves again."""
+        self.tracks_writes = self.is_set_aside = False
+        deque(map(setattr, self.handle.leaves, _CLASS, self._plain), 0)
+        if self.handle.face.moves:
+            self.handle.face.compute()
 
     @property
     def was_replaced(self) -> bool:
         """Whether leaves do not show the unsharded form: the user replaced their `.data`, maybe by another view of the
         same memory, or the objects that modules hold in their places. Only while unsharded."""
-        if self.mode is not SHOWS_UNSHARDED or self.some_hidden:
+        if self.mode is not SHOWS_UNSHARDED or self._some_hidden:
             return False
         handle = self.handle
         leaves, views = handle.leaves, handle.unsharded.views
-        with as_plain_tensors():  # parameters that a forward left describe themselves as the shard
+        with as_plain_tensors():
             # `is_set_to` is an operation of torch: modes would see it, and wrapper subclasses do not have it.
             alike = not (handle.unsharded.has_inner or modes_active()) and are_set_to(leaves, views)
             for fact in () if alike else _FACTS:
@@ -177,7 +194,7 @@ class ParamViews:
         rows = enumerate(self.handle.unsharded.shown)
         with as_plain_tensors():
             found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in _FACTS)}
-        found |= self._own(self.handle.face.displaced()) if self.handle.face.moves else set()
+        found |= self._own(self.handle.face.displaced())
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
     def _own(self, displaced: set[int]) -> set[int]:
@@ -185,25 +202,6 @@ class ParamViews:
         and packed ones may get another parameter around their bytes."""
         made = {id(each.leaf) for each in self.extended}
         return {i for i in displaced if not (self.handle.options.packed or id(self.handle.leaves[i]) in made)}
-
-    def used_at_rest(self) -> list[str]:
-        """The names of parameters that a graph read while they showed the shard: autograd refuses gradients of
-        their unsharded shape.
-
-        Postcondition: the leaves show their shape.
-        """
-        self.show(SHOWS_SHAPE)  # a graph made just now for a query would await this shape
-        leaves = zip(self.handle.layout.params, self.handle.leaves, strict=True)
-        return [spec.name for spec, leaf in leaves if leaf.requires_grad and hooks.shape_awaited(leaf) != leaf.shape]
-
-    def renew_accumulator(self, leaf: nn.Parameter) -> None:
-        """Let autograd create the leaf's AccumulateGrad node again, as it does when a leaf's dtype changes.
-
-        Precondition: `leaf` is not hidden. [Note: accumulators]
-        """
-        shown = leaf.data
-        leaf.data = shown.new_empty(0, dtype=torch.float32 if shown.dtype == torch.float64 else torch.float64)
-        leaf.data = shown
 
     def install_extended(self) -> None:
         """Let modules hold the results of extensions for the leaves now: each pass has a graph of its own.
@@ -214,20 +212,24 @@ class ParamViews:
             each.install()
 
     def show_borrowed_views(self, views: list[torch.Tensor]) -> None:
-        """Let the leaves show `views`, which no handle owns, until `end_borrowed_views`."""
-        for leaf, view in zip(self.handle.leaves, views, strict=True):
-            leaf.data = view
+        """Let users' parameters show `views`, which no handle owns, until `end_borrowed_views`."""
+        originals = self.handle.face.originals
+        change_classes(originals, ORIGINAL)
+        for parameter, view in zip(originals, views, strict=True):
+            parameter.data = view
         self.mode = SHOWS_UNSHARDED
 
     def end_borrowed_views(self) -> None:
-        """End of `show_borrowed_views`: the leaves and the flat parameter show the shard."""
+        """End of `show_borrowed_views`: users' parameters and the flat parameter show the shard."""
         self.handle.face.show_flat(self.handle.shard)
-        self.show(SHOWS_SHARD)
+        self.show_again()
 
     def show_again(self) -> None:
-        """Point the leaves at the shard again (it moved)."""
-        self.mode = SHOWS_UNSHARDED
-        self.show(SHOWS_SHARD)
+        """Point users' parameters at the shard again (it moved)."""
+        self._some_hidden = self._all_hidden = self.tracks_writes = self.is_set_aside = False
+        change_classes(self.handle.leaves, ORIGINAL)
+        self._lay_out()
+        self.mode = SHOWS_SHARD
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.
@@ -273,18 +275,18 @@ class ParamViews:
         replaced = handle.at_rest.replaced()
         if replaced:
             found = True
-            originals = handle.face.originals
-            dtypes = {each.dtype for each in originals}
-            if len(replaced) == len(originals) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
+            shown = [parameter for parameter, _ in handle.at_rest.shown]
+            dtypes = {each.dtype for each in shown}
+            if len(replaced) == len(shown) and len(dtypes) == 1 and dtypes != {handle.shard.dtype}:
                 raise UsageError(
                     f"the parameters of unit {handle.label} were converted from {handle.shard.dtype} to "
                     f"{dtypes.pop()} one by one after wrapping; call .to()/.half()/.double() on the "
                     "FullyShardedDataParallel module itself, or before wrapping"
                 )
             words = [f"the .data of {handle.layout.params[i].name!r}" for i in replaced]
-            self._take_over(replaced, [originals[i].detach() for i in replaced], words, free)
+            self._take_over(replaced, [shown[i].detach() for i in replaced], words, free)
             for i in replaced:
-                originals[i].data = handle.at_rest.views[i]
+                shown[i].data = handle.at_rest.views[i]
         taken = []
         for param_ref, held in put:
             index = next((i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf), None)
@@ -486,6 +488,7 @@ def check_requested(views: ParamViews) -> None:
         if unsharded_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
             leaf.grad = None  # its shape does not fit once the leaf shows its shard
         if replaced or unsharded_grad:
+            views.show_anew()
             raise UsageError(
                 f"parameter {spec.name!r} of unit {handle.label}: its {'.data' if replaced else '.grad'} was replaced "
                 "while it was unsharded by unshard(). That memory is freed after its use, and the new value would be "
@@ -494,9 +497,10 @@ def check_requested(views: ParamViews) -> None:
 
 
 def _refuse_writes(views: ParamViews, when: str) -> NoReturn:
+    views.show_anew()
     handle = views.handle
     edited = [handle.layout.params[i].name for i in handle.writes.edited]
-    changed = edited or views.replaced or _unlike_shard(handle) or ["the flat parameter"]
+    changed = edited or views.replaced or _unlike_shard(handle) or ["this rank's shards"]
     raise UsageError(
         f"unit {handle.label}: parameters were written to {when}: {', '.join(changed)}. The backward would use "
         "different values than the forward, or the write would be lost; write to parameters before the forward or "
@@ -505,8 +509,14 @@ def _refuse_writes(views: ParamViews, when: str) -> NoReturn:
 
 
 def _unlike_shard(handle: FlatParamHandle) -> list[str]:
-    """The names of leaves whose values differ from their shards, on an axis of one rank. Waits for the device."""
-    if not (handle.is_unsharded_at_rest and handle.face.holds_leaves):
+    """The names of leaves of which this rank's elements differ from the shard. Waits for the device."""
+    if handle.unsharded.buffer is None or handle.unsharded.has_inner:
         return []
-    rows = zip(handle.layout.params, handle.at_rest.views, handle.unsharded.views, strict=True)
-    return [spec.name for spec, shard, view in rows if not torch.equal(shard.to(view.device, view.dtype), view)]
+    flat, found = handle.unsharded.flat, []
+    with as_plain_tensors():
+        for owned in handle.layout.owned(handle.rank):
+            span, spec = handle.layout.spans[owned.index], handle.layout.params[owned.index]
+            used = flat[span.slice][owned.in_param.slice]
+            if not torch.equal(handle.shard[owned.in_shard.slice].to(used.device, used.dtype), used):
+                found.append(spec.name)
+    return found

@@ -4,39 +4,20 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from ...api import check_bool, check_number
 from ...errors import ConfigValueError, UsageError, refuse_type, warn
 from ..facade.schedule_api import ScheduleControls
 from ..runtime.model import check_outermost
-from ..runtime.module_tree import units_in
 from ..runtime.rest import check_outside, quiesce
 from ..runtime.unit import Unit
 
 
 class FSDP2Controls(ScheduleControls):
     """The methods of a module of `fully_shard`. The mixin expects `_unit`."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for any module: drop the gradients of all parameters inside, or set them to zero. Between a forward and
-        its backward, when modules hold unsharded parameters, this applies to the DTensors behind them.
-
-        Args:
-            set_to_none: False to keep `.grad`, filled with zeros.
-        """
-        for unit in units_in(cast(nn.Module, self)):
-            for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as in any module
-                for holder in handle.face.holders:
-                    if set_to_none:
-                        holder.grad = None
-                    elif holder.grad is not None:
-                        with torch.no_grad():
-                            holder.grad.zero_()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """Return to the state between iterations after a forward or a backward has failed; its gradients are dropped.

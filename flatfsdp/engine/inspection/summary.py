@@ -200,10 +200,11 @@ def unsharded_shapes(model: nn.Module) -> dict[str, torch.Size]:
         {'weight': torch.Size([5, 3]), 'bias': torch.Size([5])}
     """
     shapes = {
-        id(leaf): torch.Size(spec.shape)
+        id(parameter): torch.Size(spec.shape)
         for _, unit in _units(model)
         for handle in unit.handles
-        for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)
+        for parameters in (handle.face.originals, handle.leaves)
+        for parameter, spec in zip(parameters, handle.layout.params, strict=True)
     }
     return {name: shapes.get(id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
 

@@ -27,14 +27,17 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
+from torch.utils.hooks import RemovableHandle
+
 from ...api import BackwardPrefetch
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.peers import Peers
+from ..flat.faces import adoptions
 from ..flat.flat_param import indices_of
 from ..flat.reduction import Reduction
 from ..flat.states import POST_BACKWARD
-from ..flat.views import SHOWS_GUARDED, SHOWS_NOTHING, SHOWS_SHAPE
+from ..flat.views import SHOWS_NOTHING
 from ..schedule.actions import Action
 from ..schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from ..schedule.forward_schedule import CheckpointRegion, ForwardRecord
@@ -223,9 +226,6 @@ class Backward:
             for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
                 if self._rules[each].reads or each.is_unsharded:
                     each.wait_unshard()
-                else:
-                    for views in each.views:
-                        views.show(SHOWS_SHAPE)  # its backward does not read the parameters
         except RuntimeError as error:
             self.agreement.explain(error)
             raise
@@ -257,7 +257,7 @@ class Backward:
                     if (in_turns := self.agreement.in_turns) is not None:
                         in_turns += [(self.agreement.scope, "gather", unit.place.index) for unit in units]
                 elif verb == "close":
-                    units[0].reshard(SHOWS_GUARDED, unreached=True)
+                    units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "reduce":
                     # One input in addition to the one being filled, and one all-reduce: earlier ones are released
                     # before memory is allocated for more.
@@ -345,10 +345,13 @@ class Backward:
         compute. Returns whether there are any, or some that earlier backwards have left."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
         sync, participates = self._rules[unit].reduces, False
+        # Each registration of a hook, on any tensor, increments a counter of torch. So holders are looked at only if it
+        # has increased since they had no hooks, or if a user's parameter has become a holder.
+        as_of = RemovableHandle.next_id, adoptions.count
         for kind, (handle, _, grads) in enumerate(unit.kinds):
             registries = unit.leaves.hooked[kind].values()
             on_leaves = sum(map(len, registries)) > len(registries)  # more than our own
-            if on_leaves or not handle.face.holds_leaves:
+            if on_leaves or not (handle.face.holds_leaves or unit.leaves.unhooked_as_of.get(kind) == as_of):
                 defer_user_hooks(unit, kind, on_leaves=on_leaves)
             transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
             expects = grads.expect_gradients(

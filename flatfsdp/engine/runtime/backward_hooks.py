@@ -93,9 +93,6 @@ class BackwardHooks:
             iteration.wait_for_gradients()
         if iteration.requested:
             iteration.follow_requests()
-        uses = iteration.uses_of_shards
-        if uses.at_rest_from is not None and iteration.awaits_backward:
-            uses.rest_ends()  # an evaluation may have begun one
         record = iteration.record
         with _torch.as_plain_tensors():  # leaves may be hidden
             follow_requires_grad(self.setup.units)
@@ -105,8 +102,6 @@ class BackwardHooks:
         iteration.begin_backward(backward)
         if backward.schedule.brings:
             backward.collect(watched=bool(self.observers.gradient_came))
-        if uses.made or uses.maybe or not uses.none_known:
-            uses.look(record.entered)
         self.accumulators.look_before_backward(self.setup.units)
         with _torch.as_plain_tensors():
             for grads in [grads for unit in record.begun for grads in unit.grads]:

@@ -98,17 +98,12 @@ class ForwardDriver:
         )
         if iteration.stage is FAILED:
             iteration.finish_interrupted()
-        if (uses := iteration.uses_of_shards).at_rest_from == _torch.next_sequence_nr():
-            uses.at_rest_from = None  # without a call in most steps
-        else:
-            uses.rest_ends()
         try:
             if iteration.is_at_rest and iteration.ahead:
                 iteration.retire_requests()
             setup.write_back(setup.units)
             if training:
                 self.accumulators.look_before_forward(setup.units)
-                iteration.uses_of_shards.starts_clean = not self.accumulators.graphs_exist
                 agreement.compare_values(setup.checksums)
         except BaseException:
             iteration.close(Outcome.ABANDONED)
@@ -154,7 +149,6 @@ class ForwardDriver:
             for each in self.setup.units:
                 if not each.backward.keep_unsharded:
                     each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
-            iteration.uses_of_shards.rest_begins()
             self.resources.limiter.free_all()
 
     def _end_inner_failure(self) -> None:
@@ -184,13 +178,6 @@ class ForwardDriver:
         iteration, owners, training = self.iteration, unit.owning_units, torch.is_grad_enabled()
         record, saving = iteration.record, _torch.saving()
         segment = None if saving is None else saving[1]
-        if training and (uses := iteration.uses_of_shards).starts_clean:
-            # At rest nothing but the engine holds the shards' tensors: another holder may be a graph that reads them.
-            with _torch.as_plain_tensors():  # leaves may be hidden
-                for each in (*owners, unit) if owners else (unit,):
-                    for handle in each.handles:
-                        if max(map(_torch.use_count, handle.leaves), default=1) > 1 and each not in record.entered:
-                            uses.maybe = True
         if training or (iteration.training and unit in iteration.turns.conditional):
             record.enter(unit, segment=segment, segments=_torch.segments)
             for owning_unit in owners:

@@ -2,10 +2,8 @@
 
 [Note: accumulators] A leaf's gradients are accumulated by a node of autograd, its *accumulator*, which is created when
 a graph first needs it, and lives as long as a graph or the program holds it:
-`p.expand_as(p).grad_fn.next_functions[0][0]`. It accepts gradients of the shape that the leaf had at its creation. So
-the accumulator of a sharded parameter is detached from it before the unit computes: autograd then creates another one.
-Hooks on a held accumulator do not run on this rank's unsharded gradient; they run when the parameter's sharded `.grad`
-is final. Accumulators that only graphs hold are not changed.
+`p.expand_as(p).grad_fn.next_functions[0][0]`. Hooks on a held accumulator do not run on this rank's unsharded gradient;
+they run when the parameter's sharded `.grad` is final. Accumulators that only graphs hold are not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.flat_param import FlatParamHandle
-from ..flat.views import SHOWS_SHARD, ParamViews
 from .unit import Unit
 
 # The attribute that torch's `_apply_optimizer_in_backward` sets on a parameter; FSDP1 steps these optimizers, too.
@@ -53,13 +50,10 @@ class GradAccumulators:
 
     Attributes:
         expects_gradients: the handles with hooks or optimizers that await their sharded gradients.
-        graphs_exist: whether graphs over any parameter, or something that holds its accumulator, existed at the last
-            look.
     """
 
     def __init__(self) -> None:
         self.expects_gradients: set[FlatParamHandle] = set()
-        self.graphs_exist = False
         self._held: dict[FlatParamHandle, list[HeldAccumulator]] = {}
         self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
 
@@ -69,9 +63,7 @@ class GradAccumulators:
         self._held |= other._held
 
     def look_before_forward(self, units: Sequence[Unit]) -> None:
-        """Find held accumulators, and detach those from their leaves that accept only gradients of shards.
-
-        Precondition: leaves are as between iterations.
+        """Find held accumulators.
 
         Raises:
             UsageError: hooks, or optimizers, that would never run.
@@ -105,43 +97,35 @@ class GradAccumulators:
 
     def _look(self, units: Iterable[Unit]) -> str | None:
         """Find held accumulators; returns the reason to refuse their hooks, if any."""
-        places, leaves = [], []
-        for unit in units:
-            for handle, views, _ in unit.kinds:
-                seen = handle.face.two_lives or handle.accumulator_was_requested
-                if seen or not views.some_hidden:  # hidden ones record the request
-                    places.append((handle, views))
-                    leaves += handle.leaves
-                    if not handle.face.holds_leaves:
-                        leaves += handle.face.holders
+        handles, leaves = [handle for unit in units for handle in unit.handles], []
+        for handle in handles:
+            leaves += handle.leaves
+            if not handle.face.holds_leaves:
+                leaves += handle.face.holders
         with _torch.as_plain_tensors():
             counts = list(map(_torch.use_count, leaves))
-            self.graphs_exist = max(counts, default=2) > 1
-            found = hooks.held_nodes(leaves, counts) if self.graphs_exist else {}
+            found = hooks.held_nodes(leaves, counts) if max(counts, default=2) > 1 else {}
         if found:
-            for handle, views in places:
-                self._add(handle, views, found)
+            for handle in handles:
+                self._add(handle, found)
         if self._held:
             self._postpone()
             return _why_not(self._held)
         return None
 
-    def _add(self, handle: FlatParamHandle, views: ParamViews, found: dict[int, Any]) -> None:
+    def _add(self, handle: FlatParamHandle, found: dict[int, Any]) -> None:
         """Record those of the nodes `found`, by id of their leaf, that are of leaves of `handle`."""
-        handle.accumulator_was_requested = False
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
         face, specs = handle.face, zip(handle.leaves, handle.layout.params, strict=True)
         holders = [] if face.holds_leaves else face.holders
-        apart = [(holder, _name_of(handle, i), holder.shape) for i, holder in enumerate(holders)]
-        for leaf, name, shape in [*apart, *((leaf, repr(spec.name), spec.shape) for leaf, spec in specs)]:
+        apart = [(holder, _name_of(handle, i)) for i, holder in enumerate(holders)]
+        for leaf, name in [*apart, *((leaf, repr(spec.name)) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
             held = HeldAccumulator(leaf, node, name)
             if id(held.after()) not in seen:
                 known.append(held)
-            if hooks.shape_admitted(node) != shape and views.mode is SHOWS_SHARD and not face.two_lives:
-                views.renew_accumulator(leaf)
 
     def _postpone(self) -> None:
         for handle, known in [*self._held.items()]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import functools
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,7 +37,6 @@ from .unit import Unit
 from .unit_state import UnitBackward
 from .user_hooks import run_user_hooks
 from .user_writes import check_left_unsharded, retire_request
-from .uses_of_shards import UsesOfShards
 
 
 class Stage(enum.Enum):
@@ -97,7 +95,6 @@ class Iteration:
         turns: of units in the forward. [Note: turns]
         pending: gradients of the last backward that are still being reduced. [Note: deferred gradients]
         left_unreduced: the last backward with reductions computed no gradient on any rank. [Note: left unreduced]
-        uses_of_shards: [Note: uses of shards]
         substitutes: in the arguments of forwards that a backward may recompute in part. [Note: substitutes]
     """
 
@@ -121,7 +118,6 @@ class Iteration:
         self.has_freed = self.training = self.left_unreduced = False
         self.turns = PLAIN
         self.pending: PendingGradients | None = None
-        self.uses_of_shards = UsesOfShards(units)
         self._units = units
         self._resources = resources
         self._agreement = agreement
@@ -166,8 +162,6 @@ class Iteration:
     def end_forward(self, *, empty: bool) -> None:
         """The outermost forward has ended; `empty`: no backward can follow. A backward inside of it may still have to
         be finished."""
-        uses = self.uses_of_shards
-        uses.forward_ended_at, uses.thread = _torch.next_sequence_nr(), threading.get_ident()
         if self.stage is FORWARD:
             self.enter(IDLE if empty else AWAITING_BACKWARD)
             if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
@@ -260,10 +254,6 @@ class Iteration:
             self.substitutes.after_backward()
         self.backward = None
         self.enter(FAILED)
-        # Otherwise `uses_of_shards` has named them, or other ranks are the reason.
-        if self.uses_of_shards.none_known and not self._failed_with_others:
-            self._name_used_at_rest()
-        self.uses_of_shards.none_known = False
         self._stop_sharing()
         backward.finisher.backward_failed(self._units)
         self._agreement.publish_abandoned(None)
@@ -281,21 +271,6 @@ class Iteration:
     def _failed_with_others(self) -> bool:
         """Whether ranks were lost, or have diverged: an error that the model's own state does not explain."""
         return self._agreement.diverged
-
-    def _name_used_at_rest(self) -> None:
-        """A backward failed: warn with the names of parameters at rest that it needs, which autograd does not name."""
-        for unit in self.record.entered:
-            if unit.phase in (SUMMONED, UNIT_FORWARD):  # its parameters stay unsharded
-                continue
-            used = [name for views in unit.views for name in views.used_at_rest()]
-            if used:
-                self._agreement.warn(
-                    f"a backward failed that brings gradients to {', '.join(map(repr, used))} of unit {unit.label}: "
-                    "before the forward, where parameters show this rank's shard, something was computed with them "
-                    "that autograd has recorded and that is still there. Compute terms over parameters (for example an "
-                    "L2 penalty) inside the forward of the module that holds them, or under torch.no_grad()",
-                    names_rank=True,
-                )
 
     def _stop_sharing(self) -> None:
         """A backward failed: units whose gradients were using the memory of their parameters stop doing so."""
@@ -350,8 +325,8 @@ class Iteration:
             self._drop_gradients() if failed else self._forget_forward()
             for unit in units if failed else self._units:
                 unit.reset_to_idle()
-            if not self.depth:
-                self.uses_of_shards.rest_begins()
+                for views in unit.views:
+                    views.show_anew()
             self._resources.limiter.free_all()
             if not failed:
                 rest()
@@ -362,8 +337,6 @@ class Iteration:
         self.is_at_rest = not self.depth
         for unit in units:
             unit.reset_to_idle(keep_unsharded=unit in kept)
-        if not self.depth:
-            self.uses_of_shards.rest_begins(anew=True)
         self._resources.streams.await_downloads()
         finisher = backward.finisher if backward is not None else Finisher()
         finished = finisher.backward_ended(units, backward.deferred if backward is not None else ())
@@ -442,8 +415,6 @@ class Iteration:
                 unit.reset_to_idle()
             self._resources.limiter.free_all()
             self.is_at_rest = True
-            if not self.depth:
-                self.uses_of_shards.rest_begins()
 
 
 def _reshard_unused(unit: Unit) -> None:
@@ -480,5 +451,5 @@ def _rollback(unit: Unit) -> bool:
         for views in unit.views if not goes_on else ():
             views.show(SHOWS_SHARD)
         for grads in unit.grads:
-            grads.unstash_grads(while_unsharded=goes_on)
+            grads.unstash_grads()
     return any(grads.accumulation.window_open for grads in unit.grads)

@@ -212,7 +212,6 @@ def unshard(unit: Unit) -> None:
             model.accumulators.look_before_forward(model.units)
     model.agreement.check_request(unit.place.index, "unshard")
     if not iteration.in_forward:
-        iteration.uses_of_shards.whole.update((unit, *unit.owning_units))
         model.resources.streams.unshard.follow_compute()
     for each in (*unit.owning_units, unit):
         at_rest = iteration.is_at_rest and each.phase is IDLE

@@ -25,11 +25,10 @@ from ..comm.axes import ProcessGroups
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
-from ..flat.leaf_views import views_of
 from ..flat.param_refs import ParamRef, flat_name
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ViewMode, check_exposed
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode, check_exposed
 from .entries import Entries
 from .resources import Resources
 from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitAxes, UnitBackward, UnitPlace, WatchedLeaves
@@ -77,7 +76,7 @@ class Unit:
         self.entries = entries
         self.handles = list(handles)
         self._retarget(param_refs)
-        self.views = [views_of(handle) for handle in self.handles]
+        self.views = [ParamViews(handle) for handle in self.handles]
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
@@ -264,18 +263,18 @@ class Unit:
         if arrived:
             self.resources.events.append(("gathered", self.place.name, self.phase._value_))
         for views in self.views:
-            views.is_left_unsharded = False
             if views.mode is not SHOWS_UNSHARDED:
                 views.show(SHOWS_UNSHARDED)
-            elif views.tracks_writes:
-                views.unhide()
+            elif views.tracks_writes or views.is_set_aside:
+                views.end_tracking()
+            views.is_left_unsharded = False
             if views.extended:
                 views.install_extended()
 
-    def track_writes(self, *, described_as_unsharded: bool = False) -> None:
+    def track_writes(self, *, requested: bool = False) -> None:
         """Detect writes of users to the unsharded parameters until the unit computes again: these would be lost."""
         for views in self.views:
-            views.track_writes(described_as_unsharded=described_as_unsharded)
+            views.track_writes(requested=requested)
 
     def reshard(self, mode: ViewMode, *, unreached: bool = False) -> None:
         """Free the unsharded parameters; the leaves show `mode` (still the unsharded parameters if the shard is all of
@@ -306,7 +305,7 @@ class Unit:
                         limiter.free_later(handle.name, buffer)
                     views.show(mode)
                     freed = True
-            elif views.mode is not mode or views.some_hidden:
+            elif views.mode is not mode or (mode is SHOWS_SHARD and handle.face.guarded):
                 views.show(mode)
         if freed:
             self.resources.events.append(("reshard", self.place.name, self.phase._value_))

@@ -26,10 +26,7 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
         if on_leaves:
             hooks.defer_user_hooks(handle.leaves)
         return
-    # Each registration of a hook, on any tensor, increments a counter of torch. So holders are looked at only if it has
-    # increased since they had no hooks, or if a user's parameter has become a holder.
-    as_of = RemovableHandle.next_id, adoptions.count
-    if on_leaves or (unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind)):
+    if on_leaves or _holders_have_hooks(unit, kind):
         if handle.face.two_lives:
             handle.face.follow_hooks()
         else:
@@ -40,7 +37,7 @@ def _holders_have_hooks(unit: Unit, kind: int) -> bool:
     """Whether holders that are no leaves have hooks, of either kind; if not, when that was found is recorded."""
     holders = unit.handles[kind].face.holders
     with _torch.as_plain_tensors():
-        found = any(map(_torch.has_hooks, holders)) or any(map(_torch.hooks_on, holders))
+        found = hooks.users_have_hooked(holders) or any(map(_torch.hooks_on, holders))
     if not found:
         unit.leaves.unhooked_as_of[kind] = RemovableHandle.next_id, adoptions.count
     return found
@@ -57,7 +54,7 @@ def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
                 f"{words.holder}, which model.parameters() lists{words.or_remedy}"
             )
         )
-    if any(map(_torch.has_hooks, handle.face.holders)):
+    if hooks.users_have_hooked(handle.face.holders):
         fail(
             UsageError(
                 f"{words.holder} {where} has a hook of register_hook(), but the backward computes gradients of the "

@@ -54,8 +54,6 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: boo
     cast = False
     for kind, (handle, views, _) in enumerate(unit.kinds):
         if views.mode is SHOWS_SHARD:
-            if views.some_hidden and not handle.face.two_lives:
-                views.unhide()
             before = handle.precision
             if handle.state is UNSHARDED and handle.flat_param.dtype != handle.shard.dtype:
                 unit.resources.free(handle)  # before its shard is replaced

@@ -23,7 +23,7 @@ from ..flat.views import unaliased
 from ..runtime.model import model_of
 from ..runtime.model_facts import names_of_leaves, own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
-from ..runtime.rest import collective_call, models_of, quiesce
+from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
 from .consolidate import consolidated, gather_shard, is_first, scatter, store
 from .named_param import refuse_rows_of_their_class
@@ -85,16 +85,13 @@ class _SummonedHandle:
     def show_seen(self) -> None:
         """Let modules list the seen forms of parameters, if these differ from the stored ones. Precondition: `show`."""
         for each in self.views.extended if self.keep else ():
-            whole = self._whole_of(each.leaf)
+            whole = self.handle.original_of(each.leaf)
             each.show(whole.detach(), whole.grad)
-
-    def _whole_of(self, leaf: nn.Parameter) -> nn.Parameter:
-        return next(whole for each, whole in zip(self.handle.leaves, self.whole, strict=True) if each is leaf)
 
     def _take_seen(self) -> None:
         """Let the leaves show the parameters that modules list instead of those of `show_seen`."""
         for each in self.views.extended:
-            whole = self._whole_of(each.leaf)
+            whole = self.handle.original_of(each.leaf)
             stored, grad = each.taken(whole)
             if stored.data_ptr() != whole.data_ptr() or stored.shape != whole.shape:
                 whole.data = stored
@@ -251,9 +248,6 @@ def summon(
     with `writeback` and `rank0_only`)."""
     quiesce(units, check=partial(_check_summonable, with_grads=with_grads))
     with ExitStack() as undo:
-        for model in models_of(units):
-            model.iteration.uses_of_shards.rest_ends()
-            undo.callback(model.iteration.uses_of_shards.rest_begins)
         summoned = []
         with collective_call(units, f"summon_full_params({'with_grads=True' if with_grads else ''})"):
             for unit in units:
@@ -309,7 +303,7 @@ def unwrap(unit: Unit) -> nn.Module:
     register_leaves(unit)
     for param_ref in unit.leaves.listing.flat:
         del param_ref.module.__dict__[param_ref.attribute]
-    for views in unit.views:
+    for handle, views, _ in unit.kinds:
         for extended in views.extended:
-            extended.dissolve()
+            extended.dissolve(handle.original_of(extended.leaf))
     return unit.entries.first

@@ -6,7 +6,6 @@ All checks that depend on the user's input run before the first parameter is cha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import UnsteppedCheck
 from ..features.value_checks import ValueChecks, check_values_of
 from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
-from ..flat.faces import FaceMaker, FlatFace, OriginalFace
+from ..flat.faces import FaceMaker, FlatFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
@@ -352,8 +351,6 @@ def _flatten(
 def _fsdp1_faces(config: Config) -> Faces:
     if not config.use_orig_params:
         return lambda transformed, leaves, mesh: FlatFace
-    if not os.environ.get("FLATFSDP_TWO_LIVES"):
-        return lambda transformed, leaves, mesh: OriginalFace
 
     def original(transformed: Any, leaves: Sequence[nn.Parameter], mesh: Any) -> FaceMaker:
         stored = leaves[0].dtype

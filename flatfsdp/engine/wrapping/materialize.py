@@ -162,13 +162,14 @@ def _substitute_stand_in(
 ) -> Callable[[], None]:
     """A scratch tensor of the full shape in place of `leaf`, of which `owning_unit` shows a shard; returns a function
     that ends it."""
-    spec = next(
-        handle.layout.params[index]
+    handle, index = next(
+        (handle, index)
         for handle in owning_unit.handles
-        for index, other in enumerate(handle.leaves)
+        for index, other in enumerate(handle.face.originals)
         if other is leaf
     )
-    registry[name] = nn.Parameter(leaf.new_empty(spec.shape), requires_grad=leaf.requires_grad)
+    scratch = torch.empty(handle.layout.params[index].shape, dtype=handle.shard.dtype, device=handle.device)
+    registry[name] = nn.Parameter(scratch, requires_grad=leaf.requires_grad)
     return lambda: registry.__setitem__(name, leaf)
 
 

@@ -78,6 +78,8 @@ def apply_to_tensors(
                 f"are stored as {handle.shard.dtype}: a conversion to {dtype} would change them. Convert individual "
                 "modules before wrapping, or compute in another dtype with mixed_precision="
             )
+    for handle in unit.handles:
+        handle.check_cast(change(handle.shard.new_empty(0)).dtype)
     if between:
         free_unit(unit)
     flat = unlist(places_of(unit.leaves.listing.flat))

@@ -23,6 +23,7 @@ from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
 from ...config.state_dict_configs import StateDictSettings, StateDictType
 from ...flat.flat_param import FlatParamHandle
+from ...flat.param_guard import ORIGINAL
 from ...flat.param_refs import flat_name
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
@@ -174,7 +175,7 @@ def _add(job: StateDictCall, wrapper: nn.Module, destination: Any, prefix: str) 
 
 def has_own_classes(unit: Unit) -> bool:
     """Whether parameters have user-defined classes, on whose attributes modules may depend."""
-    return any(type(each.original) is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
+    return any(ORIGINAL[type(each.original)] is not nn.Parameter for each in params_of([unit])) and unit.shows_shard
 
 
 def _add_values(job: StateDictCall, unit: Unit, destination: Any, prefix: str, start: int) -> None:
