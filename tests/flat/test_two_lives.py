@@ -66,6 +66,24 @@ def test_the_users_parameter_is_the_shard_at_any_time(pool2: Run) -> None:
     assert sum(each[2] for each in found) == 42
 
 
+def requested(rank: int, world: int) -> list[Any]:
+    """Norms by both functions while units are unsharded on request, and the gradients that `zero_grad` leaves."""
+    model: Any = FullyShardedDataParallel(nn.Linear(6, 6), use_orig_params=True)
+    holders = list(model.parameters())
+    model(torch.ones(2, 6) * (rank + 1)).sum().backward()
+    expected = model.clip_grad_norm_(1e6)
+    model.unshard()
+    listed = [*model.parameters()]
+    norms = [model.clip_grad_norm_(1e6), nn.utils.clip_grad_norm_(listed, 1e6)]
+    same = [torch.equal(each, expected) for each in norms]
+    model.zero_grad()
+    return [not set(map(id, listed)) & set(map(id, holders)), same, [each.grad for each in holders]]
+
+
+def test_gradients_are_found_while_modules_hold_leaves(pool2: Run) -> None:
+    assert pool2(requested) == [[True, [True, True], [None, None]]] * 2
+
+
 # -- terms over parameters, with their gradients -----------------------------------------------------------------------
 
 

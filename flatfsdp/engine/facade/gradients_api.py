@@ -46,7 +46,8 @@ class GradientControls:
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
-        parameters = chain(model.steppable, parameters)  # modules may hold unsharded ones, which have no gradients
+        if self._unit.entries.in_place or not model.iteration.shows_shards:
+            parameters = chain(model.steppable, parameters)  # modules may hold unsharded ones, which have no gradients
         return clip_grad_norm([model], parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

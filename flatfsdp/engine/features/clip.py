@@ -288,10 +288,11 @@ def _clips(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         foreach: bool | None = None,
     ) -> torch.Tensor:
         _leave_graph()
-        given = _listed(parameters)
-        models = _models_among(given, _places())
+        given, places = _listed(parameters), _places()
+        models = _models_among(given, places)
         if not models:
             return torchs_own(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        given = [places[id(each)].holder if id(each) in places else each for each in given]
         return clip_grad_norm(models, given, float(max_norm), norm_type, error_if_nonfinite=error_if_nonfinite)
 
     return clip_grad_norm_
@@ -355,14 +356,16 @@ class _Place(NamedTuple):
 
 
 def _places() -> dict[int, _Place]:
-    """The parameters that optimizers see, by their ids, except DTensors, of which torch takes the norm over ranks."""
+    """The parameters that optimizers see, by their ids, except DTensors, of which torch takes the norm over ranks; also
+    by the ids of private leaves, which modules list instead of them while they are unsharded."""
     return {
-        id(holder): _Place(holder, unit, handle)
+        id(each): _Place(holder, unit, handle)
         for model in registry.models
         for unit in model.units
         for handle in unit.handles
         if not handle.face.is_distributed
-        for holder in handle.face.holders
+        for listed in ((handle.face.holders, handle.leaves) if handle.face.two_lives else (handle.face.holders,))
+        for each, holder in zip(listed, handle.face.holders, strict=True)
     }
 
 
