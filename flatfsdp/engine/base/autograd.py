@@ -142,12 +142,15 @@ def users_have_hooked(tensors: Iterable[torch.Tensor]) -> bool:
     return any([registered and max(registered) >= 0 for registered in map(_torch.has_hooks, tensors)])
 
 
-def before_gradients_of(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
-    """Call `callback` with each gradient of `leaf`, which may also require none yet."""
+def before_gradients_of(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Callable[[], object]:
+    """Call `callback` with each gradient of `leaf`, which may also require none yet. Returns a function that ends
+    that."""
+    ours = next(_our_ids)
     if (registered := _torch.has_hooks(leaf)) is not None:
-        registered[next(_our_ids)] = callback
+        registered[ours] = callback
     else:
-        leaf._backward_hooks = OrderedDict({next(_our_ids): callback})
+        leaf._backward_hooks = OrderedDict({ours: callback})
+    return remover(leaf, ours)
 
 
 def is_captured(leaf: torch.Tensor) -> bool:

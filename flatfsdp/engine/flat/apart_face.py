@@ -65,7 +65,7 @@ class ApartFace(Face):
         self._places: list[tuple[ParamRef, int]] = []
         self._slots: _Slots | None = None
         self._listed: bool | None = None  # whether the places had the leaves when they were last changed
-        self._computes = self._reached = False  # modules hold the leaves; also since flags were last followed
+        self.computes = self._reached = False  # modules hold the leaves; also since flags were last followed
         self.flags = self._followed = tuple(map(_REQUIRES_GRAD, leaves))
         self.counters = []
 
@@ -77,7 +77,7 @@ class ApartFace(Face):
         if not any(param_ref is each for each, _ in self._places):
             self._places.append((param_ref, index))
             param_ref.keeps_place = True
-        param_ref.hold((self.leaves if self._computes else self.holders)[index])
+        param_ref.hold((self.leaves if self.computes else self.holders)[index])
 
     def leave(self, param_ref: ParamRef) -> None:
         self._slots = None
@@ -85,7 +85,7 @@ class ApartFace(Face):
         param_ref.hold_in([param_ref.held], 0)
 
     def compute(self) -> None:
-        self._computes, self.flags = True, None
+        self.computes, self.flags = True, None
         if self._listed is not True:
             self._listed = True
             slots = self._slots or self._find_slots()
@@ -95,12 +95,12 @@ class ApartFace(Face):
                 param_ref.hold(self.leaves[index])
 
     def rest(self) -> None:
-        if self._computes:
+        if self.computes:
             with _torch.as_plain_tensors():  # leaves may be hidden
                 if tuple(map(_REQUIRES_GRAD, self.leaves)) != self._followed:
                     self._reached = True
                     self.follow_requires_grad()
-        self._computes = self._reached = False
+        self.computes = self._reached = False
         self.flags = self._followed
         if self._listed is not False:
             self._listed = False
@@ -154,7 +154,7 @@ class ApartFace(Face):
         with _torch.as_plain_tensors():
             asked = tuple(map(_REQUIRES_GRAD, self.holders))
             found = tuple(map(_REQUIRES_GRAD, self.leaves)) if self._reached else self._followed
-        self._reached = self._computes
+        self._reached = self.computes
         if asked != found:
             # Users set it on the parameters that modules hold: the leaves between a forward and its backward, else the
             # holders. The flag that differs from their common value is the one that was set.
@@ -166,5 +166,5 @@ class ApartFace(Face):
                     self.leaves[i].requires_grad_(flags[i])
             asked = tuple(flags)
         self._followed = asked
-        if not self._computes:
+        if not self.computes:
             self.flags = asked

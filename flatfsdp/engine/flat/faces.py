@@ -88,6 +88,7 @@ class Face(Protocol):
             these (`summon_full_params()`).
         pieces: the holders that show their places in the shard as views of it, if any do.
         guarded: whether holders refuse to be used now; None if they never do.
+        computes: whether modules hold the leaves in the places of other holders now.
         is_distributed: whether holders are distributed tensors of whole parameters: modules hold them at rest, and the
             leaves for as long as these are unsharded (`compute`, `rest`). Torch's own functions see whole parameters
             (norms, state dicts), and every rank has each gradient.
@@ -109,6 +110,7 @@ class Face(Protocol):
     originals: Sequence[nn.Parameter]
     pieces: Sequence[nn.Parameter] = ()
     guarded: bool | None = None
+    computes: bool = False
     counters: list[torch.Tensor]
     kept: Keeps | None = None
     flags: tuple[bool, ...] | None = None
@@ -142,9 +144,10 @@ class Face(Protocol):
         at any time, changes are found at rest."""
         return set()
 
-    def refuse_gradients(self) -> None:
-        """Refuse gradients of graphs over the holders, if no rank would reduce them. Called once."""
-        return
+    def refuse_gradients(self) -> list[Callable[[], object]]:
+        """Refuse gradients of graphs over the holders, if no rank would reduce them; returns functions that end that.
+        Called once."""
+        return []
 
     def replaced(self) -> list[int]:
         """The leaves whose holders should have their place in the shard but do not: the user replaced their memory.

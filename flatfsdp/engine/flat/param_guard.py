@@ -215,20 +215,30 @@ def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) 
 _handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
 
-def may_hide(handle: FlatParamHandle) -> None:
-    """Register the leaves of `handle`, which will be hidden, so that operations on them can look the handle up."""
+def may_hide(handle: FlatParamHandle) -> Callable[[], object]:
+    """Register the leaves of `handle`, which will be hidden, so that operations on them can look the handle up. Returns
+    a function that gives users' parameters back, as the deletion of the handle does."""
     this = weakref.ref(handle)
     ids = [*map(id, handle.leaves), *map(id, handle.face.originals)]
     _handles.update({each: (this, index % len(handle.leaves)) for index, each in enumerate(ids)})
-    weakref.finalize(handle, _forget, ids, this, handle.face.pieces)
+    undo = handle.face.refuse_gradients()
+    # Weakly: a parameter may have its model as an attribute.
+    return weakref.finalize(handle, _forget, ids, this, [*map(weakref.ref, handle.face.pieces)], undo)
 
 
-def _forget(ids: Iterable[int], handle: weakref.ref[FlatParamHandle], holders: Sequence[nn.Parameter]) -> None:
+def _forget(
+    ids: Iterable[int],
+    handle: weakref.ref[FlatParamHandle],
+    holders: Iterable[weakref.ref[nn.Parameter]],
+    undo: Iterable[Callable[[], object]],
+) -> None:
     for each in ids:
         if (found := _handles.get(each)) and found[0] is handle:
             del _handles[each]
-    if holders:
-        change_classes(holders, ORIGINAL)  # they are tensors of their own now
+    if left := [holder for of_it in holders if (holder := of_it()) is not None]:
+        change_classes(left, ORIGINAL)  # they are tensors of their own now
+    for remove in undo:
+        remove()
 
 
 def has_handle(leaf: torch.Tensor) -> bool:
@@ -237,17 +247,25 @@ def has_handle(leaf: torch.Tensor) -> bool:
 
 
 def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
-    """The handle that holds `leaf`, and the leaf's index there."""
-    this, index = _handles[id(leaf)]
-    handle = this()
-    assert handle is not None
-    return handle, index
+    """The handle that holds `leaf`, and the leaf's index there.
+
+    Raises:
+        UsageError: its model is gone.
+    """
+    found = _handles.get(id(leaf))
+    if found is None or (handle := found[0]()) is None:
+        raise UsageError(
+            "a parameter was used that belonged to a model that was deleted, and whose values were deleted with it. "
+            "Keep a reference to the outermost wrapper while any part of it is in use, or load the model's state dict "
+            "into a new module"
+        )
+    return handle, found[1]
 
 
-def refuse_gradients(holder: nn.Parameter) -> None:
+def refuse_gradients(holder: nn.Parameter) -> Callable[[], object]:
     """Refuse gradients of graphs over `holder`, which autograd would accumulate in its `.grad`: of a shard, and reduced
-    by nothing. [Note: two lives]"""
-    hooks.before_gradients_of(holder, partial(_refuse_gradient, id(holder)))
+    by nothing. Returns a function that ends that. [Note: two lives]"""
+    return hooks.before_gradients_of(holder, partial(_refuse_gradient, id(holder)))
 
 
 def _refuse_gradient(key: int, grad: torch.Tensor) -> None:
@@ -255,7 +273,8 @@ def _refuse_gradient(key: int, grad: torch.Tensor) -> None:
     if found is None or (handle := found[0]()) is None:
         return  # its model is gone
     holder, spec = handle.face.originals[found[1]], handle.layout.params[found[1]]
-    if id(holder) == key and not hooks.is_captured(holder):
+    # One that was frozen since accumulates nothing, as in torch.
+    if id(holder) == key and holder.requires_grad and not hooks.is_captured(holder):
         fail(
             UsageError(
                 f"parameter {spec.name!r} of unit {handle.label} received a gradient of shape {tuple(grad.shape)}, "
@@ -282,6 +301,8 @@ def _described(value: Any) -> Any:
 
 def data_of_shard(leaf: torch.Tensor, *written: torch.Tensor) -> torch.Tensor | None:
     """The value of `leaf.data`; or a write to it, as `leaf.data = written` would do."""
+    if _is_computing(leaf):
+        raise UsageError(_refusal(".data", [leaf]))
     shard = shard_of(leaf)
     if not written:
         return shard
@@ -317,8 +338,11 @@ def _call_with_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
             return [shown(each) for each in value]
         return {key: shown(each) for key, each in value.items()} if isinstance(value, dict) else value
 
+    used = (*args, *kwargs.values())
+    if any(map(_is_computing, _hidden_in(used))):
+        raise UsageError(_refusal(name_of(func), used))
     given, named = shown(args), shown(kwargs)
-    _check_alike(func, (*args, *kwargs.values()), (*given, *named.values()))
+    _check_alike(func, used, (*given, *named.values()))
     result = func(*given, **named)
     # In place: return the parameter itself, as users expect.
     return args[0] if args and result is not None and result is given[0] else result
@@ -348,6 +372,13 @@ def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[
             )
 
 
+def _is_computing(holder: torch.Tensor) -> bool:
+    """Whether modules compute with a copy of `holder`, the whole parameter, now."""
+    handle, index = handle_and_index_of(holder)
+    face = handle.face
+    return face.computes and handle.unsharded.buffer is not None and face.originals[index] is holder
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -368,8 +399,15 @@ def _names(leaves: Iterable[torch.Tensor]) -> str:
 
 
 def _refusal(operation: str, arguments: Iterable[Any]) -> str:
+    hidden = list(_hidden_in(arguments))
+    if computing := [each for each in hidden if _is_computing(each)]:
+        return (
+            f"{operation} uses parameter {_names(computing)} through a reference that was kept, while its unit is "
+            "unsharded: that object shows this rank's shard, and the module computes with the whole parameter, which "
+            "it holds under the same name. Read it from the module (such as self.weight) each time"
+        )
     return (
-        f"{operation} reads parameter {_names(_hidden_in(arguments)) or '(unnamed)'} outside the forward of its unit, "
+        f"{operation} reads parameter {_names(hidden) or '(unnamed)'} outside the forward of its unit, "
         "in a forward of the model or between that forward and its backward, where it is sharded. Use it in the "
         "forward of the module that holds it (this includes functions of parameters such as an L2 penalty), call "
         "unshard() of that unit's wrapper first, or make the module that uses it the unit; to look at values, use "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +74,8 @@ class PieceFace(ApartFace):
         adoptions.pass_over(held, self._layout.params[index].name)
         return False
 
-    def refuse_gradients(self) -> None:
-        for holder in self.holders:
-            refuse_gradients(holder)
+    def refuse_gradients(self) -> list[Callable[[], object]]:
+        return [*map(refuse_gradients, self.holders)]
 
     # -- modules -----------------------------------------------------------------------------------------------------
 

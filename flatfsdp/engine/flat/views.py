@@ -58,6 +58,7 @@ class ParamViews:
         is_set_aside: whether modules hold the holders although the leaves are unsharded.
         without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: view modes].
+        give_back: makes users' parameters plain tensors of their own, when their unit is taken apart.
     """
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -70,8 +71,7 @@ class ParamViews:
         self._laid: UnshardedParam | None = None  # the one that leaves show
         self.note_classes()
         self._lay_out()
-        may_hide(handle)
-        handle.face.refuse_gradients()
+        self.give_back = may_hide(handle)
 
     def note_classes(self) -> None:
         """Record the classes of the leaves, which are plain now, and those that they have while they refuse to be
@@ -480,12 +480,13 @@ def check_requested(views: ParamViews) -> None:
     Precondition: the leaves are unsharded.
     """
     handle = views.handle
-    if handle.unsharded.buffer is not None and handle.writes.was_edited:
+    apart = handle.unsharded.buffer is not None
+    if apart and handle.writes.was_edited:
         _refuse_writes(views, "while they were unsharded by unshard()")
     rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
-        if unsharded_grad := leaf.grad is not None and leaf.grad.shape != piece.shape:
+        if unsharded_grad := leaf.grad is not None and (apart or leaf.grad.shape != piece.shape):
             leaf.grad = None  # its shape does not fit once the leaf shows its shard
         if replaced or unsharded_grad:
             views.show_anew()

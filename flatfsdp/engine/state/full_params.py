@@ -300,6 +300,7 @@ def unwrap(unit: Unit) -> nn.Module:
     for kind, views in enumerate(unit.views):
         with consolidated(unit, kind) as whole:
             views.show_borrowed_views([view.clone() for view in whole])
+            views.give_back()
     register_leaves(unit)
     for param_ref in unit.leaves.listing.flat:
         del param_ref.module.__dict__[param_ref.attribute]
