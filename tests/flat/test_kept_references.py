@@ -1,5 +1,4 @@
-"""References to users' parameters that programs keep: used inside their unit's forward, after a model, after a failed wrap,
-and in graphs of terms over them."""
+"""References to parameters that programs keep: used in their unit's forward, after their model, after a failed wrap."""
 
 from __future__ import annotations
 
