@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ..features.clip import clip_grad_norm
 from ..runtime.model import check_outermost
 from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, quiesce
+from ..runtime.rest import check_outside, may_list_leaves, quiesce
 from ..runtime.unit import Unit
 
 
@@ -46,8 +46,8 @@ class GradientControls:
         """
         model = check_outermost(self._unit, "clip_grad_norm_")
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
-        if self._unit.entries.in_place or not model.iteration.shows_shards:
-            parameters = chain(model.steppable, parameters)  # modules may hold unsharded ones, which have no gradients
+        if self._unit.entries.in_place or may_list_leaves(model):
+            parameters = chain(model.steppable, parameters)
         return clip_grad_norm([model], parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -202,6 +202,11 @@ def set_unshard_async_op(model: Model, async_op: bool) -> None:
     model.setup.choose_unshard_stream()
 
 
+def may_list_leaves(model: Model) -> bool:
+    """Whether modules may list unsharded parameters now, which have no gradients, instead of this rank's shards."""
+    return not model.iteration.shows_shards
+
+
 def unshard(unit: Unit) -> None:
     """Start to gather `unit` on a user's request, in a forward or between iterations. Collective."""
     model = model_of(unit)
