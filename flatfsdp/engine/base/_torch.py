@@ -44,6 +44,8 @@ REASONS = {
     "torch.Tensor._use_count": "whether other code may hold a leaf's node (access creates one), or a kept gradient",
     "torch._C._storage_Use_Count": "whether other code may hold the memory of a kept gradient",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
+    "torch.nn.RNNBase._flat_weight_refs": "a recurrent module copies weights that are not those of its last forward to "
+    "memory of its own for cuDNN; likewise _flat_weights_names",
     "torch.autograd.graph.Node._register_hook_dict": "the removable handle is most of the cost of a hook of each unit",
     "torch.amp.GradScaler._unscale_grads_": "ranks must agree on found-inf between unscaling and the step, and this is "
     "the only place in between",
@@ -89,6 +91,7 @@ def missing() -> list[str]:
             implementation_of(torch.nn.utils.clip_grad_norm_),
             implementation_of(torch.nn.utils.get_total_norm),
         ),
+        "torch.nn.RNNBase._flat_weight_refs": lambda: attrgetter("_flat_weight_refs", "_flat_weights_names")(_rnn()),
         "torch.distributed._composable.contract.REGISTRY_KEY": _registry_key,
         "torch._subclasses.FakeTensorMode": lambda: fake_tensors().FakeTensorMode,
         "torch.testing._internal.distributed.fake_pg": _fake_backend,
@@ -101,6 +104,10 @@ def missing() -> list[str]:
         except AttributeError:
             absent.append(name)
     return absent + _functorch.missing()
+
+
+def _rnn() -> torch.nn.RNNBase:
+    return torch.nn.RNN(1, 1)
 
 
 def untested() -> str | None:
@@ -299,6 +306,13 @@ use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", l
 # The number of references to the untyped storage of that `_cdata`: one per tensor in it, one for all Python objects.
 # NaN, which equals nothing, if torch does not count: there may be other references.
 storage_uses: Callable[[int], float] = getattr(torch._C, "_storage_Use_Count", lambda cdata: float("nan"))
+
+
+def expect_weight(module: torch.nn.RNNBase, name: str, weight: torch.nn.Parameter | None) -> None:
+    """Let a recurrent module find `weight` unchanged under `name`: its forward lays out anew what was replaced."""
+    refs = module._flat_weight_refs
+    if name in module._flat_weights_names and len(refs) == len(module._flat_weights_names):
+        refs[module._flat_weights_names.index(name)] = None if weight is None else weakref.ref(weight)
 
 
 def applies_in_backward() -> bool:

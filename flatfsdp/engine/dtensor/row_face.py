@@ -18,7 +18,7 @@ from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..device.fake_tensors import is_memoryless
 from ..flat.apart_face import ApartFace
-from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_grad
+from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_own_grad
 from ..flat.layout_views import ShardViews
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
@@ -310,7 +310,8 @@ class RowFace(ApartFace):
                     kept = self.kept = self._new_kept(total, trained, specs)
                 if kept is not None:
                     if (made := kept.show(total)) is not None:
-                        deque(map(set_grad, holders if kept.is_whole else [holders[i] for i in kept.indices], made), 0)
+                        shown = holders if kept.is_whole else [holders[i] for i in kept.indices]
+                        deque(map(set_own_grad, shown, made), 0)
                         return []
                     self.kept = None
             new, parts = self._parts_of(total, trained)  # parameters with gradients, and their new parts
@@ -324,7 +325,7 @@ class RowFace(ApartFace):
                 new = [i for i, grad, _ in found if grad is None]
                 parts = [local for _, grad, local in found if grad is None]
             grads = _dtensor.dtensors(parts, map(specs.__getitem__, new))
-            deque(map(set_grad if fits else assign_grad, map(holders.__getitem__, new), grads), 0)
+            deque(map(set_own_grad if fits else assign_grad, map(holders.__getitem__, new), grads), 0)
             return sums
 
     def _new_kept(self, total: torch.Tensor, trained: frozenset[int], specs: Sequence[Any]) -> KeptGradients | None:

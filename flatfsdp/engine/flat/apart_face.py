@@ -20,6 +20,7 @@ from .faces import Face
 from .param_refs import ParamRef
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_GET, _UPDATE = dict.get, dict.update
 
 
 class _Contents(NamedTuple):
@@ -89,10 +90,11 @@ class ApartFace(Face):
         if self._listed is not True:
             self._listed = True
             slots = self._slots or self._find_slots()
-            slots.held[:], by_module = slots.computing
-            deque(map(dict.update, slots.modules, by_module), 0)
-            for param_ref, index in slots.others:
-                param_ref.hold(self.leaves[index])
+            if slots.others or any(map(is_not, map(_GET, slots.dictionaries, slots.names), slots.held)):
+                self._hold_unless_replaced(slots, slots.computing, self.leaves)
+            else:
+                slots.held[:], by_module = slots.computing
+                deque(map(_UPDATE, slots.modules, by_module), 0)
 
     def rest(self) -> None:
         if self.computes:
@@ -105,18 +107,31 @@ class ApartFace(Face):
         if self._listed is not False:
             self._listed = False
             slots = self._slots or self._find_slots()
-            slots.held[:], by_module = slots.at_rest
-            deque(map(dict.update, slots.modules, by_module), 0)
-            for param_ref, index in slots.others:
-                param_ref.hold(self.holders[index])
+            if slots.others or any(map(is_not, map(_GET, slots.dictionaries, slots.names), slots.held)):
+                self._hold_unless_replaced(slots, slots.at_rest, self.holders)
+            else:
+                slots.held[:], by_module = slots.at_rest
+                deque(map(_UPDATE, slots.modules, by_module), 0)
+
+    def _hold_unless_replaced(self, slots: _Slots, contents: _Contents, parameters: Sequence[nn.Parameter]) -> None:
+        """Let all places hold `contents`, those of `parameters`, except places where users have put another object:
+        these are found at rest."""
+        rows = zip(slots.dictionaries, slots.names, slots.held, contents.held, strict=True)
+        for dictionary, name, before, now in rows:
+            if dictionary.get(name) is before:
+                dictionary[name] = now
+        slots.held[:] = contents.held
+        for param_ref, index in slots.others:
+            if param_ref.current is param_ref.held:
+                param_ref.hold(parameters[index])
+            else:
+                param_ref.held = parameters[index]
 
     def displaced(self) -> set[int]:
         """The indices of parameters in whose places modules hold other objects than the last shown. Modules with their
         own method for setting parameters are left out."""
-        slots = self._slots
-        if slots is None or self._listed is None:
-            return set()
-        found = map(dict.get, slots.dictionaries, slots.names)
+        slots = self._slots or self._find_slots()
+        found = map(_GET, slots.dictionaries, slots.names)
         others = map(is_not, found, slots.held)
         return set(compress(slots.indices, others))
 

@@ -204,7 +204,7 @@ class Face(Protocol):
         """A backward begins: leave no `.grad` on the leaves, some of which have one. Returns those of leaves that are
         holders, by index."""
         for leaf in self.leaves:
-            leaf.grad = None
+            set_own_grad(leaf, None)
         return {}
 
     def give_grads(self, taken: Mapping[int, torch.Tensor]) -> None:
@@ -400,8 +400,9 @@ class FlatFace(Face):
 
 REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD: Any = torch.Tensor.grad
-# `parameter.grad = grad`, of a parameter whose gradient is not awaited.
-set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
+# The `.grad` of a tensor itself: classes of parameters may wait there, or answer for another one.
+own_grad: Callable[[torch.Tensor], torch.Tensor | None] = _GRAD.__get__
+set_own_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
 
 
 def assign_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:

@@ -96,6 +96,27 @@ class WriteTrackedParameter(CopiedAsOriginal, TracksWrites, nn.Parameter):
 NOTICED = ClassVariants(WriteTrackedParameter)
 NOTICED[DeferredGradParameter] = DeferredGradParameter  # it notices writes
 
+
+class RequestedParameter(WriteTrackedParameter):
+    """The class of private leaves that modules list outside of forwards and backwards, because a user has requested
+    them. Their `.grad` is that of their holders: code that drops, clips or measures the gradients of listed parameters
+    meets it at any time. Never constructed. [Note: two lives]"""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return holder_of(self).grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        holder_of(self).grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        holder_of(self).grad = None
+
+
+REQUESTED = ClassVariants(RequestedParameter)
+
 # By their names, without the affixes of in-place, reflected and foreach variants.
 _ELEMENTWISE = frozenset(
     "mul add sub div true_divide truediv lerp copy neg clamp clamp_min clamp_max zero fill addcmul addcdiv".split()
@@ -260,6 +281,12 @@ def handle_and_index_of(leaf: torch.Tensor) -> tuple[FlatParamHandle, int]:
             "into a new module"
         )
     return handle, found[1]
+
+
+def holder_of(leaf: torch.Tensor) -> nn.Parameter:
+    """The parameter that stands for `leaf` at rest."""
+    handle, index = handle_and_index_of(leaf)
+    return handle.face.holder_of(index)
 
 
 def refuse_gradients(holder: nn.Parameter) -> Callable[[], object]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..base._torch import hooks_on
+from ..base import _torch
 from ..base.autograd import hooks_of_users
 
 
@@ -121,9 +121,11 @@ class ParamRef:
             return
         module.__dict__.pop(self.attribute, None)
         if type(module).__setattr__ is not nn.Module.__setattr__:
-            # A recurrent module also has its weights in a list. One that refuses attributes has no list to update.
+            # A recurrent module also has its weights in lists. One that refuses attributes has no list to update.
             with contextlib.suppress(Exception):
                 setattr(module, self.attribute, parameter)
+            if isinstance(module, nn.RNNBase):
+                _torch.expect_weight(module, self.attribute, parameter)
         module._parameters[self.attribute] = parameter
         if parameter is not None:
             self.held = parameter
@@ -271,7 +273,7 @@ def check_param_refs(
                 f"{where}: it was tied to {names.get(id(held), first.path)!r}. Wrapping determines which unit owns a "
                 "tied parameter; tie parameters before wrapping"
             )
-        if hooks_of_users(held) or hooks_on(held):
+        if hooks_of_users(held) or _torch.hooks_on(held):
             raise UsageError(
                 f"{where}: it is a different parameter now, which has hooks. Its values would be copied into the "
                 "parameter that was wrapped, which stays in place, so the hooks would never run. Assign the "

@@ -24,9 +24,10 @@ from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
 from .deferred_grad import ARRIVALS, show_deferred
 from .extensions import TransformedParam
+from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
-from .param_guard import HIDDEN, NOTICED, ORIGINAL, change_classes, may_hide
+from .param_guard import HIDDEN, NOTICED, ORIGINAL, REQUESTED, change_classes, may_hide
 from .param_refs import ParamRef, marks_of
 from .sources import UnshardedParam
 from .states import SHARDED, UNSHARDED
@@ -56,6 +57,7 @@ class ParamViews:
         is_left_unsharded: whether a forward has left the leaves unsharded, in the shard itself, and no backward has
             reached them.
         is_set_aside: whether modules hold the holders although the leaves are unsharded.
+        is_requested: whether modules hold private leaves outside of forwards and backwards, as a user has requested.
         without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: view modes].
         give_back: makes users' parameters plain tensors of their own, when their unit is taken apart.
@@ -64,7 +66,7 @@ class ParamViews:
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.extended: list[TransformedParam] = []
-        self.tracks_writes = self.is_left_unsharded = self.is_set_aside = False
+        self.tracks_writes = self.is_left_unsharded = self.is_set_aside = self.is_requested = False
         self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_SHARD
         self._some_hidden = self._all_hidden = False  # leaves refuse to be used
@@ -103,8 +105,8 @@ class ParamViews:
         handle, before = self.handle, self.mode
         face = handle.face
         self.mode = mode
+        self.is_set_aside = self.is_requested = False
         if mode is SHOWS_UNSHARDED:
-            self.is_set_aside = False
             if self._some_hidden or self.tracks_writes:
                 self._some_hidden = self._all_hidden = self.tracks_writes = False
                 deque(map(setattr, handle.leaves, _CLASS, self._plain), 0)  # without a call for each
@@ -155,18 +157,22 @@ class ParamViews:
         """
         if self.mode is not SHOWS_UNSHARDED:
             return
+        face = self.handle.face
+        self.is_requested = requested and face.two_lives
         if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
-            change_classes(self.handle.leaves, NOTICED)
+            change_classes(self.handle.leaves, REQUESTED if self.is_requested else NOTICED)
             self.tracks_writes = True
-        if self.handle.face.two_lives and not (requested or in_use):
+        if face.two_lives and not (requested or in_use):
             self.is_set_aside = True
-            self.handle.face.rest()
+            face.rest()
+            for each in self.extended:
+                each.uninstall(face.put)
 
     def end_tracking(self) -> None:
         """End of `track_writes`: the unit computes with the leaves again."""
-        self.tracks_writes = self.is_set_aside = False
+        self.tracks_writes = self.is_set_aside = self.is_requested = False
         deque(map(setattr, self.handle.leaves, _CLASS, self._plain), 0)
         if self.handle.face.moves:
             self.handle.face.compute()
@@ -185,7 +191,7 @@ class ParamViews:
             for fact in () if alike else _FACTS:
                 if list(map(fact, leaves)) != list(map(fact, views)):
                     return True
-        displaced = handle.face.displaced() if handle.face.moves else None
+        displaced = handle.face.displaced() if handle.face.moves and not self.is_set_aside else None
         return bool(displaced and self._own(displaced))
 
     @property
@@ -194,7 +200,8 @@ class ParamViews:
         rows = enumerate(self.handle.unsharded.shown)
         with as_plain_tensors():
             found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in _FACTS)}
-        found |= self._own(self.handle.face.displaced())
+        if not self.is_set_aside:  # else they are found at rest
+            found |= self._own(self.handle.face.displaced())
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
     def _own(self, displaced: set[int]) -> set[int]:
@@ -226,7 +233,7 @@ class ParamViews:
 
     def show_again(self) -> None:
         """Point users' parameters at the shard again (it moved)."""
-        self._some_hidden = self._all_hidden = self.tracks_writes = self.is_set_aside = False
+        self._some_hidden = self._all_hidden = self.tracks_writes = self.is_set_aside = self.is_requested = False
         change_classes(self.handle.leaves, ORIGINAL)
         self._lay_out()
         self.mode = SHOWS_SHARD
@@ -467,6 +474,14 @@ def check_exposed(views: ParamViews) -> None:
                 _refuse_writes(views, "between forward and backward")
 
 
+def check_places(views: ParamViews) -> None:
+    """Refuse another forward, before the backward, where a user has given a module another parameter instead of a
+    holder: its value is taken at rest, and until then its gradient would be lost."""
+    face = views.handle.face
+    if face.two_lives and (displaced := face.displaced()):
+        _refuse_writes(views, "between forward and backward", displaced)
+
+
 def check_left(views: ParamViews) -> None:
     """Refuse replacements for leaves that a forward has left, and that no backward has reached."""
     with as_plain_tensors():
@@ -486,8 +501,9 @@ def check_requested(views: ParamViews) -> None:
     rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
-        if unsharded_grad := leaf.grad is not None and (apart or leaf.grad.shape != piece.shape):
-            leaf.grad = None  # its shape does not fit once the leaf shows its shard
+        grad = own_grad(leaf)
+        if unsharded_grad := grad is not None and (apart or grad.shape != piece.shape):
+            set_own_grad(leaf, None)  # its shape does not fit once the leaf shows its shard
         if replaced or unsharded_grad:
             views.show_anew()
             raise UsageError(
@@ -497,10 +513,11 @@ def check_requested(views: ParamViews) -> None:
             )
 
 
-def _refuse_writes(views: ParamViews, when: str) -> NoReturn:
+def _refuse_writes(views: ParamViews, when: str, indices: Iterable[int] = ()) -> NoReturn:
+    """`indices`: of the parameters, if that is known."""
     views.show_anew()
     handle = views.handle
-    edited = [handle.layout.params[i].name for i in handle.writes.edited]
+    edited = [handle.layout.params[i].name for i in sorted(indices) or handle.writes.edited]
     changed = edited or views.replaced or _unlike_shard(handle) or ["this rank's shards"]
     raise UsageError(
         f"unit {handle.label}: parameters were written to {when}: {', '.join(changed)}. The backward would use "

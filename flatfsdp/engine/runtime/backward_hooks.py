@@ -18,6 +18,7 @@ from ..base import _functorch, _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.peers import Peers
+from ..flat.faces import own_grad, set_own_grad
 from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
 from ..flat.views import check_exposed
 from ..schedule.backward_schedule import UnitRules
@@ -269,14 +270,14 @@ class BackwardHooks:
         if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
             # No output of the unit has shown this backward: its parameters were used outside of its forward.
             if unit.phase is FORWARD:
-                unit.handles[kind].leaves[index].grad = None  # the unsharded gradient
+                set_own_grad(unit.handles[kind].leaves[index], None)  # the unsharded gradient
                 _refuse_inside_forward(unit)
             backward = self.begin()
             backward.participate(unit)
             unit.enter_phase(PRE_BACKWARD)
         own, leaf = unit.backward, unit.handles[kind].leaves[index]
-        grad = leaf.grad
-        leaf.grad = None  # the next one is not added to it
+        grad = own_grad(leaf)
+        set_own_grad(leaf, None)  # the next one is not added to it
         if grad is None:
             return
         self._count(unit, kind, index, backward)
@@ -454,7 +455,7 @@ class UnitHooks:
             return
         if driver is None:
             refuse_without_model(unit)
-        grads, grad = unit.grads[kind], leaf.grad
+        grads, grad = unit.grads[kind], own_grad(leaf)
         missing, collected = grads.missing, grads.slots.collected
         first = index in missing and index not in collected
         if grad is None or not first or grads.collects_in != _torch.graph_task():
@@ -462,7 +463,7 @@ class UnitHooks:
             driver.leaf_ready(unit, kind, index)
             return
         # Most gradients only wait here for those of the same unit: `Gradients.arrive`, without its calls.
-        leaf.grad = None
+        set_own_grad(leaf, None)
         missing.remove(index)
         grads.arrived.add(index)
         collected[index] = grad

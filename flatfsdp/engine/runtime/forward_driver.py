@@ -150,6 +150,11 @@ class ForwardDriver:
                 if not each.backward.keep_unsharded:
                     each.reset_to_idle(keep_unsharded=each.options.schedule.reshard_after_forward is False)
             self.resources.limiter.free_all()
+        for each in self.setup.units:
+            for views in each.views:
+                listed = views.mode is SHOWS_UNSHARDED and not (views.is_set_aside or views.is_requested)
+                if listed and views.handle.face.two_lives:
+                    views.track_writes()  # an owner, which other units have used since its own forward
 
     def _end_inner_failure(self) -> None:
         """A backward inside of the forward failed, and the forward goes on: bring units to rest, except those whose

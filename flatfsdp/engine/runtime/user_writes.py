@@ -29,7 +29,7 @@ from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
 from ..flat.placeholder import Placeholder
 from ..flat.sources import DEVICE
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
-from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_requested
+from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_places, check_requested
 from .unit import Unit, evict
 
 
@@ -68,6 +68,8 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: boo
                 handle.drop_stale_source()
         elif unit.phase is not SUMMONED:  # else users may write to the parameters
             check_exposed(views)
+            if changed:
+                check_places(views)
     return cast
 
 

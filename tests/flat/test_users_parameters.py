@@ -1,0 +1,198 @@
+"""Outside of forwards, backwards and `unshard()`, modules list the users' own parameters; gradients are found there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import MixedPrecision
+from flatfsdp.errors import UsageError
+from tests.harness.fake import fake_world
+
+pytestmark = pytest.mark.single_process
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with fake_world(2, rank=0):
+        yield
+
+
+class Tied(nn.Module):
+    """A weight that two units hold; `nested`: the one that owns it runs inside of the other."""
+
+    def __init__(self, *, nested: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.first.weight
+        self.nested = nested
+        if nested:
+            self.head.inner = self.first
+            self.head.register_forward_pre_hook(lambda head, args: (head.inner(*args),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(x if self.nested else self.first(x)))
+
+
+def wrapped(net: nn.Module, **more: Any) -> Any:
+    return FSDP(net, auto_wrap_policy={nn.Linear}, use_orig_params=True, **more)
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+# -- lists of parameters -----------------------------------------------------------------------------------------------
+
+
+SETTINGS = pytest.mark.parametrize(
+    "settings",
+    [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"mixed_precision": BF16}, {"sharding_strategy": "NO_SHARD"}],
+    ids=str,
+)
+
+
+@SETTINGS
+@pytest.mark.parametrize("nested", [False, True])
+def test_tied_parameters_are_listed_between_forward_and_backward(settings: dict[str, Any], nested: bool) -> None:
+    net = Tied(nested=nested)
+    users = list(net.parameters())
+    model = wrapped(net, **settings)
+    outer = nn.Sequential(model)
+    assert same(users, list(outer.parameters()))
+    for _ in range(2):
+        loss = outer(torch.ones(2, 4)).float().sum()
+        assert same(users, list(outer.parameters())) and net.head.module.weight is users[0]
+        outer.zero_grad()
+        assert [each.grad for each in users] == [None] * len(users)
+        loss.backward()
+        assert same(users, list(outer.parameters()))
+        with torch.no_grad():
+            outer(torch.ones(2, 4))
+        assert same(users, list(outer.parameters()))
+
+
+# -- gradients while users have whole parameters -----------------------------------------------------------------------
+
+
+def requested(**more: Any) -> tuple[Any, nn.Module, list[nn.Parameter]]:
+    """A model after a backward, of which a user has then unsharded a unit; a module around it; and its parameters."""
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **more)
+    users = list(model.parameters())
+    model(torch.ones(2, 4)).float().sum().backward()
+    for each in FSDP.fsdp_modules(model):
+        each.unshard()
+    return model, nn.Sequential(model), users
+
+
+def test_zero_grad_of_a_module_around_the_model_while_it_is_unsharded() -> None:
+    _, outer, users = requested()
+    outer.zero_grad(set_to_none=False)
+    assert [each.grad is not None for each in users] == [bool(each.numel()) for each in users]
+    assert not any(each.grad.any() for each in users if each.grad is not None)
+    outer.zero_grad()
+    assert [each.grad for each in users] == [None] * 4
+
+
+def test_gradients_are_clipped_and_measured_by_hand_while_units_are_unsharded() -> None:
+    model, outer, users = requested()
+    before = [each.grad.norm() for each in users if each.grad is not None]
+    listed = [each.grad for each in outer.parameters()]
+    assert [each.norm() for each in listed if each is not None] == before and before
+    torch.nn.utils.clip_grad_value_(outer.parameters(), 1e-3)
+    assert all(each.grad.abs().max() <= 1e-3 for each in users if each.grad is not None)
+    for each in outer.parameters():
+        each.grad = None
+    assert [each.grad for each in users] == [None] * 4
+    model(torch.ones(2, 4)).float().sum().backward()
+    assert any(each.grad is not None for each in users) and same(users, list(outer.parameters()))
+
+
+def test_a_gradient_that_is_assigned_while_a_unit_is_unsharded_is_the_shards() -> None:
+    model, outer, users = requested()
+    given = torch.full_like(users[3], 2.0)
+    leaf = list(outer.parameters())[3]
+    leaf.grad = given
+    assert users[3].grad is given and leaf.grad is given
+    with pytest.raises(RuntimeError, match="size"):
+        next(outer.parameters()).grad = torch.ones(4, 4)
+    del leaf.grad
+    assert users[3].grad is None
+    model(torch.ones(2, 4)).float().sum().backward()
+
+
+# -- parameters that are replaced --------------------------------------------------------------------------------------
+
+
+def assigned(module: nn.Module, value: float) -> nn.Parameter:
+    made = module.weight = nn.Parameter(torch.full((4, 4), value))
+    return made
+
+
+@SETTINGS
+@pytest.mark.parametrize("summons", [False, True])
+def test_a_parameter_assigned_between_forward_and_backward_is_taken(settings: dict[str, Any], summons: bool) -> None:
+    """The backward has the weights of its forward; the next forward has the new ones."""
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **settings)
+    users, inner = list(model.parameters()), model.module[0].module
+    for step in range(2):
+        if summons:
+            with FSDP.summon_full_params(model):
+                pass
+        loss = model(torch.ones(2, 4)).float().sum()
+        assigned(inner, 3.0 + step)
+        loss.backward()
+        model(torch.ones(2, 4)).float().sum().backward()
+        assert same(users, list(model.parameters()))
+        assert users[0].eq(3.0 + step).all()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_parameter_assigned_between_two_forwards_of_a_backward_is_refused(strategy: str) -> None:
+    """The gradient of the new one would be lost."""
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), sharding_strategy=strategy)
+    model(torch.ones(2, 4))
+    made = assigned(model.module[0].module, 3.0)
+    with pytest.raises(UsageError, match="unit '0': parameters were written to between forward and backward: weight"):
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    assert made.grad is None and all(each.eq(3.0).all() for each in list(model.parameters())[:1])
+
+
+def test_a_parameter_assigned_in_a_backward_is_taken() -> None:
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    users, inner = list(model.parameters()), model.module[0].module
+    output = model(torch.ones(2, 4))
+    output.register_hook(lambda grad: (assigned(inner, 3.0), None)[1])
+    output.sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    assert same(users, list(model.parameters())) and users[0].eq(3.0).all()
+
+
+# -- recurrent modules -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_modules_find_their_weights_unchanged(
+    kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every forward lays the weights out anew for cuDNN, in memory of its own."""
+    model = FSDP(nn.Sequential(kind(4, 4)), use_orig_params=True)
+    calls: list[int] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: calls.append(1))
+    for _ in range(2):
+        output, _ = model(torch.ones(2, 3, 4))
+        output.sum().backward()
+        inner = model.module[0]
+        assert same(
+            [ref() for ref in inner._flat_weight_refs], [getattr(inner, name) for name in inner._flat_weights_names]
+        )
+    assert not calls
