@@ -122,11 +122,20 @@ def test_a_gradient_that_is_assigned_while_a_unit_is_unsharded_is_the_shards() -
     leaf = list(outer.parameters())[3]
     leaf.grad = given
     assert users[3].grad is given and leaf.grad is given
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(UsageError, match=r"'weight' of unit '0': its .grad was replaced by a tensor of shape \(4, 4\)"):
         next(outer.parameters()).grad = torch.ones(4, 4)
     del leaf.grad
     assert users[3].grad is None
     model(torch.ones(2, 4)).float().sum().backward()
+
+
+def test_an_optimizer_of_unsharded_parameters_is_refused() -> None:
+    model, _, _ = requested()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(
+        UsageError, match=r"holds the unsharded '0.weight' that unshard\(\) shows, which is never updated"
+    ):
+        FSDP.optim_state_dict(model, optimizer)
 
 
 # -- parameters that are replaced --------------------------------------------------------------------------------------
@@ -175,6 +184,78 @@ def test_a_parameter_assigned_in_a_backward_is_taken() -> None:
     output.sum().backward()
     model(torch.ones(2, 4)).sum().backward()
     assert same(users, list(model.parameters())) and users[0].eq(3.0).all()
+
+
+def test_a_parameter_assigned_while_a_unit_is_unsharded_is_taken() -> None:
+    model, _, users = requested()
+    assigned(model.module[0].module, 3.0)
+    model(torch.ones(2, 4)).sum().backward()
+    assert same(users, list(model.parameters())) and users[0].eq(3.0).all()
+
+
+# -- inside of forwards ------------------------------------------------------------------------------------------------
+
+
+class Summons(nn.Module):
+    """Looks at the parameters of a unit inside of its own forward, and computes with one afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept: list[nn.Parameter] = []
+        self.before = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            with FSDP.summon_full_params(self.second):
+                assert self.kept[0].shape == (4, 4)
+        with pytest.raises(UsageError, match="reads parameter 'weight' of unit 'second' outside the forward"):
+            self.kept[0].sum()
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_summon_inside_of_a_forward_leaves_parameters_guarded(training: bool) -> None:
+    net: Any = Summons()
+    net.kept = [net.second.weight]
+    model = wrapped(net)
+    for net.before in (False, True, True):
+        with torch.set_grad_enabled(training):
+            output = model(torch.ones(2, 4))
+        if training:
+            output.sum().backward()
+        net.kept[0].sum()
+
+
+class Hooking(nn.Linear):
+    """Registers hooks on the parameter that its forward computes with."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.handle: Any = None
+        self.grads: list[tuple[Any, ...]] = []
+        self.users = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.handle is None:
+            self.handle = self.weight.register_post_accumulate_grad_hook(self.final)
+        return super().forward(x)
+
+    def final(self, parameter: Tensor) -> None:
+        self.grads.append((parameter is self.users[0], parameter.grad is self.users[0].grad, parameter.grad is None))
+
+
+def test_a_hook_that_a_forward_registers_sees_the_sharded_gradient() -> None:
+    net = Hooking()
+    model = FSDP(net, use_orig_params=True)
+    for steps in (1, 2):
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4)).sum().backward()
+        assert net.grads == [(True, True, False)] * steps
+    net.handle.remove()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(net.grads) == 2
 
 
 # -- recurrent modules -------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from flatfsdp import (
 from flatfsdp.engine.watchdog import store as stores
 from tests.conftest import Run
 from tests.harness import inspect
+from tests.harness.drops import drop_gradients, unlisted
 from tests.harness.gradients import Gradients, fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.played_memory import assign_gradients, assign_values, drawn_memory, without_marks
@@ -452,6 +453,7 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
         layout=how.layout,
         mixed_precision=MixedPrecision(reduce_dtype=torch.float64) if how.wide else None,
     )
+    users = [*model.parameters()]
     for each in model.modules():
         if isinstance(each, FullyShardedDataParallel) and isinstance(each.module, Leafy):
             each.module.itself = (each,)
@@ -477,16 +479,31 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
         lines = [f"{name}: {difference(name)}" for name in expected]
         return [f"step {step}: {what} of {line}" for line in lines if not line.endswith(": ")]
 
+    def listed(when: str) -> list[str]:
+        found = unlisted(model, users) if how.original else []
+        return [f"step {step}, {when}: modules list other parameters than the user's: {found}"] if found else []
+
+    # Gradients are dropped before a forward, or between it and its backward.
+    drops = random.Random(f"drops {seed}")
+    drops_late = not in_backward and drops.random() < 0.5
     for step in range(STEPS):
         if how.evaluates:
             with torch.no_grad():
                 losses(model, 0, step, 0)
         came = False
         for microbatch in range(how.microbatches):
-            before = gradients_of(alone)
             with nullcontext() if microbatch == how.microbatches - 1 else model.no_sync():
-                for each in losses(model, rank, step, microbatch):
+                made = losses(model, rank, step, microbatch)
+                if lines := listed("after a forward"):
+                    return lines
+                if drops_late and microbatch == 0:
+                    drop_gradients(model, optimizer, drops, to_none=how.to_none)
+                    plain.zero_grad(how.to_none)
+                before = gradients_of(alone)
+                for each in made:
                     (each if scaler is None else scaler.scale(each)).backward()
+                if lines := listed("after a backward"):
+                    return lines
             for each in itertools.chain.from_iterable(losses(alone, of, step, microbatch) for of in range(world)):
                 (each / world).backward()
             came = any(unlike(*each) for each in _beside(gradients_of(alone), before))
@@ -512,8 +529,9 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
             assign_values(each, seed, step)
         if how.original and (lines := without_marks(model)):
             return lines
-        for each in optimizer, plain:
-            each.zero_grad(how.to_none or in_backward)
+        if not drops_late:
+            drop_gradients(model, optimizer, drops, to_none=how.to_none or in_backward)
+            plain.zero_grad(how.to_none or in_backward)
         if how.summons or step == STEPS - 1:
             with FullyShardedDataParallel.summon_full_params(model) if how.summons else nullcontext():
                 if lines := wrong("value", model.state_dict(), alone.state_dict()):

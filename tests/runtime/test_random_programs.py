@@ -44,6 +44,7 @@ from tests.comm.test_shared_memory import delayed as delayed_hand_shakes
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.delayed import backwards_released_late
+from tests.harness.drops import drop_gradients, unlisted
 from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import RunsBackward, fill, names_of, together, unlike
 from tests.harness.played_fronts import InPlace, Wrapper, whole
@@ -279,6 +280,8 @@ class Player:
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
         self.described = self.describe()
+        self.users = [*self.model.parameters()]
+        self.drops = random.Random(f"ways to drop gradients {seed}")
 
     def describe(self) -> list[Any]:
         """Shape, number of elements, dtype and device that each parameter reports."""
@@ -295,6 +298,8 @@ class Player:
                 for each in self.offered
                 if self.reduced or each not in (*WHEN_REDUCED, through_torchs_functions, assign_new_data)
             ]
+            if self.original and self.asked:  # modules list unsharded parameters, which no optimizer can step on
+                possible = [each for each in possible if each not in WITH_NEW_OPTIMIZERS]
             if self.front is InPlace and self.exposed:  # modules hold unsharded parameters
                 possible = [each for each in possible if each not in OF_HELD_PARAMETERS]
             operation = self.drawn.choice(possible or [train])
@@ -312,6 +317,8 @@ class Player:
             as_computed = casts and self.exposed and self.front is InPlace
             if not (self.asked or as_computed) and self.described != (found := self.describe()):
                 self.wrong.append(f"parameters are described by {found}")
+            if self.front is Wrapper and not self.asked and (names := unlisted(self.model, self.users)):
+                self.wrong.append(f"modules list other parameters than the user's: {names}")
             if self.wrong:
                 return [f"after {operation.__name__}: {each}" for each in self.wrong]
         if not self.reduced:
@@ -349,6 +356,8 @@ class Player:
         if how is with_an_interlude:
             interludes = (look, save, show_whole, peek, count, move, hold_nodes)
             interlude = self.drawn.choice(interludes)
+            if self.reduced and random.Random(f"drops {self.number}").random() < 0.3:
+                interlude = drop_gradients_in_between
             if self.front is InPlace and interlude in (look, count, hold_nodes):
                 interlude = peek  # modules hold unsharded parameters then
             how = partial(with_an_interlude, interlude, self)
@@ -594,6 +603,8 @@ def count(player: Player) -> None:
                     player.wrong.append(f"unit {inspect.unit(unit).label} is described by {found}")
     if player.described != (found := player.describe()):
         player.wrong.append(f"between forward and backward parameters are described by {found}")
+    if not player.asked and (names := unlisted(player.model, player.users)):
+        player.wrong.append(f"between forward and backward modules list other parameters than the user's: {names}")
 
 
 def move(player: Player) -> None:
@@ -890,8 +901,18 @@ def assign_new_data(player: Player) -> None:
 
 def clear(player: Player) -> None:
     set_to_none = player.drawn.random() < 0.6
-    for net in player.parameters_of(player.model), player.alone:
-        net.zero_grad(set_to_none)
+    drop_gradients(player.parameters_of(player.model), player.optimizer, player.drops, to_none=set_to_none)
+    player.alone.zero_grad(set_to_none)
+
+
+def drop_gradients_in_between(player: Player) -> None:
+    """Those of earlier backwards, between a forward and its backward."""
+    if player.front is Wrapper:
+        clear(player)
+    else:  # modules of fully_shard hold unsharded parameters then
+        player.optimizer.zero_grad()
+        player.alone.zero_grad()
+    player.before = [None if each.grad is None else each.grad.clone() for each in player.alone.parameters()]
 
 
 def _leaves(model: Any) -> list[nn.Parameter]:
@@ -903,6 +924,7 @@ def go_on_with_a_copy(player: Player) -> None:
     before = _leaves(player.model)
     player.model = copy.deepcopy(player.model)
     player.front.at_rest(player.model)
+    player.users = [*player.model.parameters()]
     player.names = {leaf: player.names[old] for leaf, old in zip(_leaves(player.model), before, strict=True)}
     player.optimizer = player._optimizer(player.model)
     player.optimizer.load_state_dict(
@@ -1055,6 +1077,8 @@ OF_HELD_PARAMETERS = (
     write,
     through_torchs_functions,
 )
+
+WITH_NEW_OPTIMIZERS = (resume, go_on_with_a_copy, through_torchs_functions)
 
 # A likely mistake is reported for programs that make it, and for no other.
 SUSPICIONS = ("no optimizer steps on",)

@@ -379,8 +379,8 @@ def test_what_would_be_lost_with_requested_parameters_is_refused(
         for then in (lambda: forward(model), model.module.b.reshard, model.state_dict):
             b = model.module.b
             b.unshard()
-            change(b.module.up.weight)
             with pytest.raises(UsageError, match=re.escape(what)):
+                change(b.module.up.weight)
                 then()
         forward(model).backward()
 

@@ -84,11 +84,11 @@ def run_deferred(registry: dict[int, Any], *args: Any) -> None:
             hook.hook(*args)
 
 
-def run_user_hooks(leaves: Sequence[torch.Tensor]) -> None:
-    """Run the deferred hooks of those `leaves` that have a `.grad`, which is the sharded gradient now."""
-    for leaf in leaves:
-        for hooks in _torch.accumulate_hooks([leaf]) if leaf.grad is not None else ():
-            run_deferred(hooks, leaf)
+def run_user_hooks(leaves: Sequence[torch.Tensor], holders: Sequence[torch.Tensor]) -> None:
+    """Run the deferred hooks of those `leaves` whose holders have a `.grad`, which is the sharded gradient now."""
+    for leaf, holder in zip(leaves, holders, strict=True):
+        for hooks in _torch.accumulate_hooks([leaf]) if holder.grad is not None else ():
+            run_deferred(hooks, holder)
 
 
 def run_hooks(parameters: Sequence[torch.Tensor]) -> None:

@@ -108,7 +108,14 @@ class RequestedParameter(WriteTrackedParameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        holder_of(self).grad = value
+        holder = holder_of(self)
+        if value is not None and value.shape != (shard := shard_of(self)).shape:
+            raise UsageError(
+                f"parameter {_names([self])}: its .grad was replaced by a tensor of shape {tuple(value.shape)} while "
+                "it was unsharded by unshard(). Expected the gradient of this rank's shard of it, "
+                f"{tuple(shard.shape)}"
+            )
+        holder.grad = value
 
     @grad.deleter
     def grad(self) -> None:

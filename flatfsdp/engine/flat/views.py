@@ -204,6 +204,11 @@ class ParamViews:
             found |= self._own(self.handle.face.displaced())
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
+    @property
+    def has_replacements(self) -> bool:
+        """Whether users have replaced objects that modules hold in the places of private leaves."""
+        return self.handle.face.two_lives and bool(self._own(self.handle.face.displaced()))
+
     def _own(self, displaced: set[int]) -> set[int]:
         """Those of the leaves that modules should hold themselves. In place of others they hold tensors made from them,
         and packed ones may get another parameter around their bytes."""
@@ -237,6 +242,8 @@ class ParamViews:
         change_classes(self.handle.leaves, ORIGINAL)
         self._lay_out()
         self.mode = SHOWS_SHARD
+        if (face := self.handle.face).guarded:
+            change_classes(face.holders, HIDDEN)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.

@@ -128,7 +128,7 @@ class InFlightReductions:
 
 def _can_finish_later(unit: Unit) -> bool:
     """Whether the reductions of `unit` may finish after the backward: only reads of `.grad` depend on them."""
-    if unit.options.comm_hook is not None or hooks.user_hooked(steppable_of(unit)):
+    if unit.options.comm_hook is not None or hooks.user_hooked((*steppable_of(unit), *unit.trainable_leaves())):
         return False
     return all(grads.can_finish_later for grads in unit.grads if grads.reducing)
 

@@ -22,15 +22,14 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
             on their holders.
     """
     handle = unit.handles[kind]
-    if handle.face.holds_leaves:
-        if on_leaves:
-            hooks.defer_user_hooks(handle.leaves)
-        return
-    if on_leaves or _holders_have_hooks(unit, kind):
-        if handle.face.two_lives:
-            handle.face.follow_hooks()
-        else:
-            _check_hooks(unit, handle)
+    face = handle.face
+    if on_leaves and (face.holds_leaves or face.two_lives):
+        hooks.defer_user_hooks(handle.leaves)
+    if face.two_lives:
+        if _holders_have_hooks(unit, kind):
+            face.follow_hooks()
+    elif not face.holds_leaves and (on_leaves or _holders_have_hooks(unit, kind)):
+        _check_hooks(unit, handle)
 
 
 def _holders_have_hooks(unit: Unit, kind: int) -> bool:
@@ -74,7 +73,8 @@ def run_user_hooks(finished: Iterable[tuple[Unit, Collection[FlatParamHandle]]])
                 as_of = RemovableHandle.next_id, adoptions.count
                 if unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind):
                     hooks.run_hooks(handle.face.holders)
-                continue
+                if not handle.face.two_lives:
+                    continue
             registries = unit.leaves.hooked[kind].values()
             if sum(map(len, registries)) > len(registries):  # there are more than the engine's own
-                hooks.run_user_hooks(handle.leaves)
+                hooks.run_user_hooks(handle.leaves, handle.face.holders)

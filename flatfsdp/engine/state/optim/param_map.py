@@ -192,6 +192,11 @@ def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
 
 
 def _refuse(parameter: torch.Tensor, group: int, named: NamedParam | None) -> None:
+    if named is not None and named.handle.face.two_lives:
+        raise UsageError(
+            f"param group {group} of the optimizer holds the unsharded {named.name!r} that unshard() shows, which is "
+            "never updated. Build the optimizer from model.parameters() before unshard(), or after reshard()"
+        )
     if named is not None:
         words = named.handle.face.words
         raise UsageError(
