@@ -136,10 +136,9 @@ def test_a_term_over_a_parameter_that_was_frozen_since(world: None) -> None:
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("orig", [True, False])
-def test_a_gradient_set_on_an_unsharded_parameter_is_refused(world: None, orig: bool) -> None:
-    """Also by a rank whose shard has all of that parameter."""
-    model: Any = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 6)), use_orig_params=orig)
+def test_a_gradient_set_on_an_unsharded_part_of_a_flat_parameter_is_refused(world: None) -> None:
+    """Also by a rank whose shard has all of that parameter. Of original parameters it is the shard's gradient."""
+    model: Any = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 6)), use_orig_params=False)
     assert model.module[0].bias.numel() == 1
     model.unshard()
     model.module[0].bias.grad = torch.ones(1)
