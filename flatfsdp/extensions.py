@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .engine.flat.extensions import FlatParamExtensions, set_extensions
+from .engine.transforms.extensions import FlatParamExtensions, set_extensions
 
 __all__ = ["FlatParamExtensions", "set_extensions"]

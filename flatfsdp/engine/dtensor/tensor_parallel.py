@@ -18,9 +18,9 @@ import torch
 from ...errors import UsageError
 from ..base import _dtensor
 from ..comm.axes import Axis
-from ..flat.extensions import Transform
 from ..layout.layout import ParamSpec, stride_by_rows
 from ..layout.part import Part, Ranges, cut
+from ..transforms.extensions import Transform
 from .data_mesh import DataMeshes
 from .specs import require_dtensors, spec_at_rest
 from .spmd_mesh import SpmdMesh

@@ -5,6 +5,8 @@ Read-only except those that programs set after construction: both kinds of prefe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +17,7 @@ from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrateg
 from ...errors import ConfigValueError, UsageError
 from ..config.arguments import member
 from ..flat.flat_param import FlatParameter, FlatParamHandle
-from ..flat.states import IDLE, SUMMONED
+from ..flat.states import IDLE, SUMMONED, UNSHARDED
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, free_unit, quiesce, reshard
@@ -79,6 +81,42 @@ class FSDP1Handle:
             if moved is not handle.shard:
                 unit.views[unit.handles.index(handle)].replace_shard(moved)
         model_of(unit).setup.placed = False
+
+    @contextmanager
+    def to_cpu(self) -> Iterator[torch.Tensor]:
+        """A context in which the unsharded flat parameter is on the CPU only, 1-D and without padding.
+
+        Yields it; `flat_param` shows it, too, and the leaves show nothing. Writes to it are kept for as long as the
+        parameters stay unsharded. On a CPU it is a copy in memory of its own.
+
+        Raises:
+            UsageError: the parameters are sharded, or the unsharded ones are the shard itself.
+        """
+        handle = self._engines
+        buffer = handle.unsharded.buffer
+        if handle.state is not UNSHARDED or buffer is None:
+            found = "not sharded at all" if handle.is_unsharded_at_rest else handle.state.value
+            raise UsageError(
+                f"to_cpu() of unit {handle.label}: expected unsharded parameters in memory separate from their shard, "
+                f"as inside its forward; they are {found}"
+            )
+        numel = handle.layout.numel
+        on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
+        on_cpu.copy_(buffer.tensor[:numel])
+        shown = [leaf.data for leaf in handle.leaves]
+        for leaf in handle.leaves:
+            leaf.data = handle.at_rest.empty
+        handle.flat_param.data = on_cpu
+        buffer.free()
+        try:
+            yield on_cpu
+        finally:
+            buffer.allocate()
+            buffer.tensor[:numel].copy_(handle.flat_param.detach())
+            buffer.tensor[numel:].zero_()
+            handle.flat_param.data = handle.shard
+            for leaf, view in zip(handle.leaves, shown, strict=True):
+                leaf.data = view
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Free the unit's unsharded parameters that are kept, if `free_unsharded_flat_param`. Every rank calls it at

@@ -1,5 +1,12 @@
 """Flat parameters that stay unsharded, and when they are gathered again: frozen ones on request, and all of them for
-forwards without gradients, for generation and evaluation. [Note: persistent parameters]"""
+forwards without gradients, for generation and evaluation.
+
+[Note: persistent parameters] A flat parameter that no optimizer steps need not be gathered for every use. A
+*persistent* one was gathered once, and stays unsharded on the device, or as a copy in host memory from which the device
+is filled again: this costs memory, or the transfer from the host, instead of a collective. Whether a handle is
+persistent, and whether it must be gathered, is decided where a forward begins, and is part of the facts that ranks
+compare there, so that no rank skips a gather alone. A persistent parameter that was written to is gathered again.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +23,11 @@ from ...api import check_number
 from ...errors import UsageError, refuse_value
 from ..base import _torch
 from ..base.events import Observer
+from ..device.memory import MemoryTracker
+from ..device.streams import PendingWork, Stream, pinned_like
+from ..flat.faces import REQUIRES_GRAD
 from ..flat.flat_param import FlatParamHandle
-from ..flat.sources import DEVICE, HOST, HostCache, ParamPersistence
+from ..flat.sources import DEVICE, HOST, KeptSource, ParamPersistence, UnshardedParam
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD
 from ..runtime.model import Model, model_of
@@ -25,6 +35,30 @@ from ..runtime.module_tree import units_in
 from ..runtime.rest import check_outside, collective_call, free_at_once, free_unsharded, models_of, quiesce
 from ..runtime.unit import Unit, evict
 from ..runtime.user_writes import is_compared
+
+
+class HostCache(KeptSource):
+    """The unsharded parameter in host memory, page-locked if there is an accelerator. [Note: persistent parameters]"""
+
+    is_local = reads_host = True
+
+    def __init__(self, unsharded: UnshardedParam, *, tracker: MemoryTracker) -> None:
+        """The host waits until `unsharded` is copied."""
+        flat = unsharded.flat.detach()
+        self._tensor = pinned_like(flat)
+        self._tensor.copy_(flat)
+        self._free = tracker.allocate("host copy", flat.nbytes)
+        self.dtype = unsharded.dtype  # the compute dtype when it was made
+        self.versions = ()
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        return dtype == self.dtype
+
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        return stream.upload(unsharded.flat, self._tensor)
+
+    def free(self) -> None:
+        self._free()
 
 
 class HandleRef(NamedTuple):
@@ -224,8 +258,9 @@ def _budget(method: str, max_bytes: object) -> float:
 
 
 def _can_stay(handle: FlatParamHandle) -> bool:
-    """Whether `handle` is frozen, and its shard is not already its unsharded form."""
-    return handle.is_frozen and not handle.is_shard_in(handle.precision.compute)
+    """Whether all parameters of `handle` are frozen, and its shard is not already its unsharded form."""
+    frozen = True not in map(REQUIRES_GRAD, handle.face.holders)
+    return frozen and not handle.is_shard_in(handle.precision.compute)
 
 
 def persistence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:

@@ -1,19 +1,61 @@
-"""Parameters that stay sharded over fewer ranks between forward and backward. [Note: post-forward shards]"""
+"""Parameters that stay sharded over fewer ranks between forward and backward.
+
+[Note: post-forward shards] With `reshard_after_forward=n` the unsharded parameter is split again after a forward, into
+n pieces that n consecutive ranks of the shard axis, the *post-forward axis*, keep in the compute dtype. The backward's
+all-gather then stays on that axis, inside one host for example. It costs a copy of the piece, since the unsharded
+buffer can neither be given back in part nor stay another ([Note: one storage]); the gather itself reads the piece in
+place. Only a backward reads such pieces: they hold the values that the forward computed with, while a forward computes
+with the values of the shards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..agreement.process_groups import post_forward_axis
+from ..base import _torch
 from ..base.events import Observer
 from ..comm.transport import Transport
+from ..device.memory import FlatBuffer, MemoryTracker
 from ..flat.flat_param import FlatParamHandle
-from ..flat.sources import PostForwardShard
+from ..flat.layout_views import own_pieces_of, pieces_of
+from ..flat.sources import KeptSource, UnshardedParam
 from ..flat.states import UNSHARDED
 from ..runtime.model import Model
 from ..runtime.resources import Resources
 from ..runtime.unit import Unit
+
+
+class PostForwardShard(KeptSource):
+    """One rank's piece of the unsharded parameter left by a forward. [Note: post-forward shards]
+
+    Attributes:
+        dtype: the compute dtype of that forward.
+    """
+
+    as_of_forward = True
+
+    def __init__(self, unsharded: UnshardedParam, transport: Transport, *, tracker: MemoryTracker) -> None:
+        """Copy this rank's piece of `unsharded`."""
+        group, flat = transport.group, unsharded.flat
+        over = unsharded.layout.over(group.size)
+        self.dtype = unsharded.dtype
+        self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="post_forward_shard")
+        self._memory.allocate()
+        # A gather comes after the last use of `unsharded`, hence after the copy. [Note: limiter]
+        self.transport, self.pieces = transport, pieces_of(self._memory.tensor, over)
+        for piece, own in zip(self.pieces, own_pieces_of(flat, over, group.rank), strict=True):
+            piece.copy_(own)
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """True in a backward, which computes in the dtype of its forward."""
+        return _torch.in_backward()
+
+    def free(self) -> None:
+        self._memory.free()
 
 
 @dataclass(frozen=True)

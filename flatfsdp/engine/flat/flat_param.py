@@ -14,8 +14,7 @@ have one of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -232,10 +231,6 @@ class FlatParamHandle:
                     return leaf
         return parameter
 
-    def original_of(self, leaf: nn.Parameter) -> nn.Parameter:
-        """The inverse of `leaf_of`, for one of the leaves."""
-        return next(original for each, original in zip(self.leaves, self.face.originals, strict=True) if each is leaf)
-
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def _refresh_views(self) -> None:
@@ -286,20 +281,6 @@ class FlatParamHandle:
     def shard_bytes(self) -> int:
         """The size of this rank's part of the parameters at rest."""
         return self.shard.nbytes
-
-    def check_cast(self, dtype: torch.dtype) -> None:
-        """Refuse a shard of `dtype` where parameters are their own leaves, and the unit would compute with copies.
-
-        Raises:
-            UsageError: that is so.
-        """
-        compute = self.options.precision(dtype).compute
-        if self.face.holds_leaves and compute != dtype != self.shard.dtype:
-            raise UsageError(
-                f"unit {self.label}: a conversion of its parameters to {dtype} after wrapping, while it computes in "
-                f"{compute} and each rank has whole parameters ({self.face.words.setting}): they could not be used as "
-                "they are any more. Convert the module before wrapping, or pass another param_dtype"
-            )
 
     def changed_by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """The shard after `change`, a move or a cast, for `replace_shard`; None if that leaves it as it is."""
@@ -431,41 +412,6 @@ class FlatParamHandle:
         self.unsharded = self._not_unsharded
         return buffer
 
-    @contextmanager
-    def to_cpu(self) -> Iterator[torch.Tensor]:
-        """A context in which the unsharded flat parameter is on the CPU only, 1-D and without padding.
-
-        Yields it; `flat_param` shows it, too, and the leaves show nothing. Writes to it are kept for as long as the
-        parameters stay unsharded. On a CPU it is a copy in memory of its own.
-
-        Raises:
-            UsageError: the parameters are sharded, or the unsharded ones are the shard itself.
-        """
-        buffer = self.unsharded.buffer
-        if self.state is not UNSHARDED or buffer is None:
-            found = "not sharded at all" if self.is_unsharded_at_rest else self.state.value
-            raise UsageError(
-                f"to_cpu() of unit {self.label}: expected unsharded parameters in memory separate from their shard, "
-                f"as inside its forward; they are {found}"
-            )
-        numel = self.layout.numel
-        on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
-        on_cpu.copy_(buffer.tensor[:numel])
-        shown = [leaf.data for leaf in self.leaves]
-        for leaf in self.leaves:
-            leaf.data = self.at_rest.empty
-        self.flat_param.data = on_cpu
-        buffer.free()
-        try:
-            yield on_cpu
-        finally:
-            buffer.allocate()
-            buffer.tensor[:numel].copy_(self.flat_param.detach())
-            buffer.tensor[numel:].zero_()
-            self.flat_param.data = self.shard
-            for leaf, view in zip(self.leaves, shown, strict=True):
-                leaf.data = view
-
     def buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
         """The buffer for `dtype`, allocated or not (None if it is the shard, or before the first use)."""
         known = self._unsharded.get(dtype)
@@ -482,11 +428,6 @@ class FlatParamHandle:
         if self.options.mixed_precision.full_precision_in_eval:
             sizes.append(self.precision.master.itemsize)
         return self.layout.padded_numel * max(sizes)
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether none of the parameters requires a gradient, as users have set it."""
-        return True not in map(REQUIRES_GRAD, self.face.holders)
 
     def trainable_indices(self) -> frozenset[int]:
         """Which of the leaves require a gradient now."""

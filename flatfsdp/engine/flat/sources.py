@@ -1,18 +1,4 @@
-"""Sources of a flat parameter's unsharded form: the shards, pieces kept by neighboring ranks, or host memory.
-
-[Note: post-forward shards] With `reshard_after_forward=n` the unsharded parameter is split again after a forward, into
-n pieces that n consecutive ranks of the shard axis, the *post-forward axis*, keep in the compute dtype. The backward's
-all-gather then stays on that axis, inside one host for example. It costs a copy of the piece, since the unsharded
-buffer can neither be given back in part nor stay another ([Note: one storage]); the gather itself reads the piece in
-place. Only a backward reads such pieces: they hold the values that the forward computed with, while a forward computes
-with the values of the shards.
-
-[Note: persistent parameters] A flat parameter that no optimizer steps need not be gathered for every use. A
-*persistent* one was gathered once, and stays unsharded on the device, or as a copy in host memory from which the device
-is filled again: this costs memory, or the transfer from the host, instead of a collective. Whether a handle is
-persistent, and whether it must be gathered, is decided where a forward begins, and is part of the facts that ranks
-compare there, so that no rank skips a gather alone. A persistent parameter that was written to is gathered again.
-"""
+"""Sources of a flat parameter's unsharded form: the shards, and what else is kept between uses."""
 
 from __future__ import annotations
 
@@ -24,13 +10,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..base import _torch
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Transport
-from ..device.memory import FlatBuffer, MemoryTracker
-from ..device.streams import DONE, PendingWork, Stream, pinned_like
+from ..device.memory import FlatBuffer
+from ..device.streams import DONE, PendingWork, Stream
 from ..layout.layout import FlatLayout
-from .layout_views import own_pieces_of, pieces_of
 
 
 class ParamPersistence(enum.Enum):
@@ -148,56 +132,3 @@ class CoalescedSource(UnshardSource):
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
         return DONE
-
-
-class PostForwardShard(KeptSource):
-    """One rank's piece of the unsharded parameter left by a forward. [Note: post-forward shards]
-
-    Attributes:
-        dtype: the compute dtype of that forward.
-    """
-
-    as_of_forward = True
-
-    def __init__(self, unsharded: UnshardedParam, transport: Transport, *, tracker: MemoryTracker) -> None:
-        """Copy this rank's piece of `unsharded`."""
-        group, flat = transport.group, unsharded.flat
-        over = unsharded.layout.over(group.size)
-        self.dtype = unsharded.dtype
-        self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="post_forward_shard")
-        self._memory.allocate()
-        # A gather comes after the last use of `unsharded`, hence after the copy. [Note: limiter]
-        self.transport, self.pieces = transport, pieces_of(self._memory.tensor, over)
-        for piece, own in zip(self.pieces, own_pieces_of(flat, over, group.rank), strict=True):
-            piece.copy_(own)
-
-    def serves(self, dtype: torch.dtype) -> bool:
-        """True in a backward, which computes in the dtype of its forward."""
-        return _torch.in_backward()
-
-    def free(self) -> None:
-        self._memory.free()
-
-
-class HostCache(KeptSource):
-    """The unsharded parameter in host memory, page-locked if there is an accelerator. [Note: persistent parameters]"""
-
-    is_local = reads_host = True
-
-    def __init__(self, unsharded: UnshardedParam, *, tracker: MemoryTracker) -> None:
-        """The host waits until `unsharded` is copied."""
-        flat = unsharded.flat.detach()
-        self._tensor = pinned_like(flat)
-        self._tensor.copy_(flat)
-        self._free = tracker.allocate("host copy", flat.nbytes)
-        self.dtype = unsharded.dtype  # the compute dtype when it was made
-        self.versions = ()
-
-    def serves(self, dtype: torch.dtype) -> bool:
-        return dtype == self.dtype
-
-    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        return stream.upload(unsharded.flat, self._tensor)
-
-    def free(self) -> None:
-        self._free()

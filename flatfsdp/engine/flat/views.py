@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -22,8 +22,9 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
+from ..comm.axes import Axis
+from ..layout.part import Part
 from .deferred_grad import ARRIVALS, show_deferred
-from .extensions import TransformedParam
 from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
@@ -48,6 +49,31 @@ _FACTS = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride
 _CLASS = repeat("__class__")
 
 
+class TransformedLeaf(Protocol):
+    """A leaf that modules see transformed: while it is unsharded, they hold something computed from it in its places.
+
+    Attributes:
+        leaf: its stored form. `part`, `axes`: its position in a whole, if it is a part of one, and the axes of ranks
+            that store the other parts, each with True if it splits the whole; False: copies.
+    """
+
+    leaf: nn.Parameter
+
+    @property
+    def part(self) -> Part | None: ...
+
+    def axes(self, device: torch.device) -> list[tuple[Axis, bool]]: ...
+
+    def describe(self) -> str:
+        """The facts that ranks compare about it, as the end of a phrase."""
+
+    def install(self) -> None:
+        """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
+
+    def uninstall(self, put: Callable[[ParamRef], None]) -> None:
+        """Let `put` give each module the parameter that it holds at rest."""
+
+
 class ParamViews:
     """The memory that one handle's leaves show, and changes that users made to the leaves meanwhile.
 
@@ -65,7 +91,7 @@ class ParamViews:
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
-        self.extended: list[TransformedParam] = []
+        self.extended: Sequence[TransformedLeaf] = []
         self.tracks_writes = self.is_left_unsharded = self.is_set_aside = self.is_requested = False
         self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_SHARD
@@ -216,9 +242,9 @@ class ParamViews:
         return {i for i in displaced if not (self.handle.options.packed or id(self.handle.leaves[i]) in made)}
 
     def install_extended(self) -> None:
-        """Let modules hold the results of extensions for the leaves now: each pass has a graph of its own.
+        """Let modules hold the seen forms of the leaves now: each pass has a graph of its own.
 
-        Precondition: the leaves are unsharded. [Note: extensions]
+        Precondition: the leaves are unsharded.
         """
         for each in self.extended:
             each.install()

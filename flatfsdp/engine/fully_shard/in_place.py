@@ -14,9 +14,9 @@ from ..agreement.process_groups import is_first_of, resolve_groups
 from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.row_face import RowFaces
 from ..dtensor.tensor_parallel import StoredDTensor
-from ..flat.extensions import TransformedParam
 from ..guards import enclosing_ddp
 from ..runtime.unit import Unit
+from ..transforms.extensions import TransformedParam
 from ..wrapping.build import Front, build_unit
 from ..wrapping.shared_storage import follow_ties
 from ..wrapping.wrapper_support import apply_to_tensors, keep_model

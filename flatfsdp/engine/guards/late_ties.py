@@ -14,6 +14,7 @@ from torch import nn
 from ...errors import UsageError
 from ..flat.param_refs import ParamRef
 from ..runtime.unit import Unit
+from ..transforms.extensions import transformed_in
 
 Place = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its own
 
@@ -72,10 +73,11 @@ def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
         unit.shared_refs.append(made)
         unit.share_params_of(list(dict.fromkeys([*unit.owning_units, owner])))
     views = unit.views[before[1]]
-    for each in views.extended:
+    extended = transformed_in(views)
+    for each in extended:
         each.param_refs[:] = [ref for ref in each.param_refs if ref is not param_ref]
-    views.extended = [each for each in views.extended if each.param_refs]
-    for each in owner.views[kind].extended:
+    views.extended = [each for each in extended if each.param_refs]
+    for each in transformed_in(owner.views[kind]):
         if each.leaf is made.leaf:
             each.param_refs.append(made)
     owner.handles[kind].face.put(made)

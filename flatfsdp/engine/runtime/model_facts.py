@@ -63,7 +63,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
             ),
         ]
         for handle, views in zip(unit.handles, unit.views, strict=True):
-            kinds = {id(each.leaf): each.transform.describe(each.state) for each in views.extended}
+            kinds = {id(each.leaf): each.describe() for each in views.extended}
             over = (
                 f", sharded over {extent_of(unit.axes.elsewhere[handle])} ranks"
                 if handle in unit.axes.elsewhere

@@ -29,7 +29,7 @@ def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
     """For each leaf of the handle the axes of its parts, in the order of its mesh; none for a leaf that is no part."""
     axes: dict[int, PartAxes] = {}
     for each in unit.views[kind].extended:
-        found = each.transform.axes(each.state, unit.groups.device)
+        found = each.axes(unit.groups.device)
         axes[id(each.leaf)] = tuple(PartAxis(unit.resources.transport(axis, "parts"), splits) for axis, splits in found)
     return [axes.get(id(leaf), ()) for leaf in unit.handles[kind].leaves]
 

@@ -25,9 +25,15 @@ from ..runtime.model_facts import names_of_leaves, own_axes
 from ..runtime.module_tree import put_at_rest, register_leaves
 from ..runtime.rest import collective_call, quiesce
 from ..runtime.unit import Unit
+from ..transforms.extensions import transformed_in
 from .consolidate import consolidated, gather_shard, is_first, scatter, store
 from .named_param import refuse_rows_of_their_class
 from .parts import broadcast_tensor
+
+
+def _original_of(handle: FlatParamHandle, leaf: nn.Parameter) -> nn.Parameter:
+    """The user's parameter for which `handle` has `leaf`."""
+    return next(original for each, original in zip(handle.leaves, handle.face.originals, strict=True) if each is leaf)
 
 
 def _gradient_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,14 +90,14 @@ class _SummonedHandle:
 
     def show_seen(self) -> None:
         """Let modules list the seen forms of parameters, if these differ from the stored ones. Precondition: `show`."""
-        for each in self.views.extended if self.keep else ():
-            whole = self.handle.original_of(each.leaf)
+        for each in transformed_in(self.views) if self.keep else ():
+            whole = _original_of(self.handle, each.leaf)
             each.show(whole.detach(), whole.grad)
 
     def _take_seen(self) -> None:
         """Let the leaves show the parameters that modules list instead of those of `show_seen`."""
-        for each in self.views.extended:
-            whole = self.handle.original_of(each.leaf)
+        for each in transformed_in(self.views):
+            whole = _original_of(self.handle, each.leaf)
             stored, grad = each.taken(whole)
             if stored.data_ptr() != whole.data_ptr() or stored.shape != whole.shape:
                 whole.data = stored
@@ -186,7 +192,7 @@ def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
     the replacements. Returns messages about values that cannot be taken."""
     model_of(unit).setup.placed = False  # modules may hold parameters that are in no unit
     every = [views for each in (unit, *unit.owning_units) for views in each.views]
-    extended = {param_ref for views in every for each in views.extended for param_ref in each.param_refs}
+    extended = {param_ref for views in every for each in transformed_in(views) for param_ref in each.param_refs}
     changed = [each for each in ParamRef.changed((*unit.param_refs, *unit.shared_refs)) if each not in extended]
     if not changed:
         return []
@@ -305,6 +311,6 @@ def unwrap(unit: Unit) -> nn.Module:
     for param_ref in unit.leaves.listing.flat:
         del param_ref.module.__dict__[param_ref.attribute]
     for handle, views, _ in unit.kinds:
-        for extended in views.extended:
-            extended.dissolve(handle.original_of(extended.leaf))
+        for extended in transformed_in(views):
+            extended.dissolve(_original_of(handle, extended.leaf))
     return unit.entries.first

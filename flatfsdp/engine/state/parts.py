@@ -15,12 +15,12 @@ from ..agreement.object_collectives import is_first_of
 from ..base.wait_limits import blocked
 from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
-from ..flat.extensions import TransformedParam
 from ..layout.part import Part
 from ..runtime.model_facts import axes_of
 from ..runtime.part_axes import all_part_axes, beside, each_once
 from ..runtime.rest import models_of
 from ..runtime.unit import Unit
+from ..transforms.extensions import TransformedParam, transformed_in
 from .owned_interval import block_of
 
 
@@ -42,7 +42,7 @@ def axes_beside(unit: Unit, groups: ProcessGroups) -> list[Transport]:
 def transformed_of(unit: Unit, kind: int, index: int) -> TransformedParam | None:
     """The transformed parameter of leaf `index` of the handle; None for one that is stored unchanged."""
     leaf = unit.handles[kind].leaves[index]
-    return next((each for each in unit.views[kind].extended if each.leaf is leaf), None)
+    return next((each for each in transformed_in(unit.views[kind]) if each.leaf is leaf), None)
 
 
 def assembled(unit: Unit, kind: int, index: int, stored: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,6 @@ from ..features.post_forward import attach_post_forward_shards
 from ..features.profiler_ranges import ProfilerRanges
 from ..features.unstepped import UnsteppedCheck
 from ..features.value_checks import ValueChecks, check_values_of
-from ..flat.extensions import Transform, TransformedParam, transform, users_transforms
 from ..flat.faces import FaceMaker, FlatFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
@@ -64,6 +63,7 @@ from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
+from ..transforms.extensions import Transform, TransformedParam, transform, transformed_in, users_transforms
 from .auto_wrap import check_called
 from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
@@ -229,8 +229,8 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
         for each in extended:
             each.leaf = handle.leaf_of(each.leaf)
         leaves = set(map(id, handle.leaves))
-        views.extended = [each for each in extended if id(each.leaf) in leaves]
-        for each in views.extended:
+        views.extended = own = [each for each in extended if id(each.leaf) in leaves]
+        for each in own:
             mesh = getattr(handle.options.face, "mesh", unit.built.device_mesh)
             each.transform.attach(each.state, each.param_refs[0].module, mesh)
 
@@ -450,7 +450,7 @@ def _check_tie(owning_unit: Unit, module: nn.Module, path: str, config: Config, 
 
 def _check_untransformed(param_refs: Iterable[ParamRef]) -> None:
     for unit in extended:
-        for each in (each for views in unit.views for each in views.extended):
+        for each in (each for views in unit.views for each in transformed_in(views)):
             for param_ref in param_refs:
                 if each.replaced(param_ref.leaf):
                     raise UsageError(

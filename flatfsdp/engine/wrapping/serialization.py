@@ -30,7 +30,6 @@ from ..device.memory import MemoryTracker
 from ..dtensor.extended_handle import handle_class
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
-from ..flat.extensions import Transform, TransformedParam, as_transform
 from ..flat.param_guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
@@ -41,6 +40,7 @@ from ..runtime.resources import ModelSettings
 from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
+from ..transforms.extensions import Transform, TransformedParam, as_transform, transformed_in
 from .build import install_extensions, new_model
 from .wrapper_support import keep_model
 
@@ -140,7 +140,11 @@ def _plan(unit: Unit, entries: list[nn.Module], owned: Mapping[int, tuple[int, i
         ],
         homes=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)][1:]) for ref in unit.param_refs],
         shared=[(ref.module, ref.attribute, ref.path, *owned[id(ref.leaf)]) for ref in unit.shared_refs],
-        extended=[(*owned[id(each.leaf)][1:], each.state, each.transform) for v in unit.views for each in v.extended],
+        extended=[
+            (*owned[id(each.leaf)][1:], each.state, each.transform)
+            for views in unit.views
+            for each in transformed_in(views)
+        ],
         left_alone=[each for entry in unit.entries for each in ignored_in(entry)],
         groups=unit.groups,
         elsewhere={n: elsewhere[handle] for n, handle in enumerate(unit.handles) if handle in elsewhere},
@@ -355,7 +359,7 @@ def reduce(module: nn.Module, *made_by: Any) -> tuple[Any, ...]:
 
 def _refuse_parts(units: list[Unit]) -> None:
     """Refuse to pickle parameters that tensor parallelism has split, or that lie on a mesh of their own otherwise."""
-    extended = ((unit, each) for unit in units for views in unit.views for each in views.extended)
+    extended = ((unit, each) for unit in units for views in unit.views for each in transformed_in(views))
     held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
     if parts := [fqn(unit.place.name, param_ref.path) for unit, param_ref in held]:
         raise UsageError(

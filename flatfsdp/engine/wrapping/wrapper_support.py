@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base.fqns import WRAPPED
+from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import enlist, places_of, unlist
 from ..runtime.model import Model, check_outermost, model_of
 from ..runtime.module_tree import faced_refs
@@ -79,7 +80,7 @@ def apply_to_tensors(
                 "modules before wrapping, or compute in another dtype with mixed_precision="
             )
     for handle in unit.handles:
-        handle.check_cast(change(handle.shard.new_empty(0)).dtype)
+        _check_cast(handle, change(handle.shard.new_empty(0)).dtype)
     if between:
         free_unit(unit)
     flat = unlist(places_of(unit.leaves.listing.flat))
@@ -99,6 +100,17 @@ def apply_to_tensors(
             if (changed := handle.changed_by(change)) is not None:
                 views.replace_shard(changed)
     model_of(unit).setup.placed = False
+
+
+def _check_cast(handle: FlatParamHandle, dtype: torch.dtype) -> None:
+    """Refuse a shard of `dtype` where parameters are their own leaves, and the unit would compute with copies."""
+    compute = handle.options.precision(dtype).compute
+    if handle.face.holds_leaves and compute != dtype != handle.shard.dtype:
+        raise UsageError(
+            f"unit {handle.label}: a conversion of its parameters to {dtype} after wrapping, while it computes in "
+            f"{compute} and each rank has whole parameters ({handle.face.words.setting}): they could not be used as "
+            "they are any more. Convert the module before wrapping, or pass another param_dtype"
+        )
 
 
 def _changes(unit: Unit, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:

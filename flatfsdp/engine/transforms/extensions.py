@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
+from ..flat.param_refs import ParamRef, marks_of
+from ..flat.views import ParamViews
 from ..layout.part import Part
-from .param_refs import ParamRef, marks_of
 
 
 class FlatParamExtensions(Protocol):
@@ -162,6 +163,14 @@ class TransformedParam:
         """The position of the leaf in its whole, if it is a part."""
         return self.transform.part(self.state)
 
+    def axes(self, device: torch.device) -> list[tuple[Axis, bool]]:
+        """`Transform.axes` of it."""
+        return self.transform.axes(self.state, device)
+
+    def describe(self) -> str:
+        """`Transform.describe` of it."""
+        return self.transform.describe(self.state)
+
     def replaced(self, parameter: nn.Parameter) -> bool:
         """Whether the leaf stands for `parameter`, which some other module still holds."""
         return self._original is not None and self._original() is parameter
@@ -207,6 +216,11 @@ class TransformedParam:
         """Let `put` give each module the parameter that it holds at rest."""
         for param_ref in self.param_refs:
             put(param_ref)
+
+
+def transformed_in(views: ParamViews) -> list[TransformedParam]:
+    """The transformed ones of the leaves of `views`."""
+    return cast(list[TransformedParam], views.extended)
 
 
 def as_transform(found: Transform | FlatParamExtensions) -> Transform:
