@@ -718,7 +718,9 @@ class Stored(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = self.linear.weight.detach().clone()
         with self.handle[0].to_cpu() as flat:
-            self.seen = (flat.shape, flat.device.type, self.linear.weight.numel(), self.handle[0].flat_param.data_ptr())
+            self.seen = (flat.shape, flat.device.type, self.handle[0].flat_param.data_ptr())
+            with pytest.raises(flatfsdp.errors.UsageError, match=r"reads parameter 'linear\.weight'"):
+                self.linear.weight.sum()
             self.at = flat.data_ptr()
             assert torch.equal(flat[:12].view(3, 4), before)
             flat.mul_(2.0)
@@ -765,7 +767,7 @@ def test_to_cpu() -> None:
         model.module.handle = (model._handle,)
         shard = model._handle.shard.clone()
         model(torch.ones(1, 4)).sum().backward()
-        assert model.module.seen == (torch.Size((16,)), "cpu", 0, model.module.at)
+        assert model.module.seen == (torch.Size((16,)), "cpu", model.module.at)
         assert torch.equal(model._handle.shard, shard)
         assert model._flat_param.data_ptr() == model._handle.shard.data_ptr()
         with pytest.raises(flatfsdp.errors.UsageError, match="expected unsharded parameters"), model._handle.to_cpu():

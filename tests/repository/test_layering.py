@@ -377,6 +377,21 @@ def test_one_file_registers_with_autograd() -> None:
     assert not found, "\n".join(found)
 
 
+def test_one_file_assigns_the_data_of_parameters() -> None:
+    """What a parameter shows is decided in one place. Classes that give users' `.data` another meaning set none."""
+    found = {
+        source.file
+        for source in sources()
+        if source.file.startswith("engine/")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "data"
+        and isinstance(node.ctx, ast.Store)
+        and not (isinstance(node.value, ast.Name) and node.value.id == "kind")  # a property of a class
+    }
+    assert found == {"engine/flat/views"}
+
+
 # Functions that finish an iteration. The door and the drivers call them; all others use the door. [Note: rest]
 PIECES_OF_REST = re.compile(
     r"\b(\w+\.(lazy_init|finish_interrupted|wait_for_gradients|show_shards|shows_shards|reset_to_idle"

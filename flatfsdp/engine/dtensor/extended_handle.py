@@ -238,13 +238,22 @@ class ExtendedHandle(FlatParamHandle):
         options: ExtendedOptions,  # type: ignore[override]
         tracker: MemoryTracker,
         parts: Mapping[int, Part] = MappingProxyType({}),
+        orders: Mapping[int, int] = MappingProxyType({}),
     ) -> FlatParamHandle:
         home = torch.device("cpu") if options.offload else device
         for hooks in options.gathers:
             if hooks.keeps_rows:
                 hooks.cut(rank, world, home, pinned=options.offload and options.pin_memory)
         return super().flatten(
-            leaves, names, world=world, rank=rank, device=device, options=options, tracker=tracker, parts=parts
+            leaves,
+            names,
+            world=world,
+            rank=rank,
+            device=device,
+            options=options,
+            tracker=tracker,
+            parts=parts,
+            orders=orders,
         )
 
     @property

@@ -18,6 +18,7 @@ from ...errors import ConfigValueError, UsageError
 from ..config.arguments import member
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED, UNSHARDED
+from ..flat.views import SHOWS_UNSHARDED
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignored_in
 from ..runtime.rest import check_outside, free_unit, quiesce, reshard
@@ -86,14 +87,14 @@ class FSDP1Handle:
     def to_cpu(self) -> Iterator[torch.Tensor]:
         """A context in which the unsharded flat parameter is on the CPU only, 1-D and without padding.
 
-        Yields it; `flat_param` shows it, too, and the leaves show nothing. Writes to it are kept for as long as the
-        parameters stay unsharded. On a CPU it is a copy in memory of its own.
+        Yields it; `flat_param` shows it, too, and the leaves refuse to be used. Writes to it are kept for as long as
+        the parameters stay unsharded. On a CPU it is a copy in memory of its own.
 
         Raises:
             UsageError: the parameters are sharded, or the unsharded ones are the shard itself.
         """
         handle = self._engines
-        buffer = handle.unsharded.buffer
+        views, buffer = self._unit.views[self._unit.handles.index(handle)], handle.unsharded.buffer
         if handle.state is not UNSHARDED or buffer is None:
             found = "not sharded at all" if handle.is_unsharded_at_rest else handle.state.value
             raise UsageError(
@@ -103,10 +104,8 @@ class FSDP1Handle:
         numel = handle.layout.numel
         on_cpu = torch.empty(numel, dtype=buffer.tensor.dtype, device="cpu")
         on_cpu.copy_(buffer.tensor[:numel])
-        shown = [leaf.data for leaf in handle.leaves]
-        for leaf in handle.leaves:
-            leaf.data = handle.at_rest.empty
-        handle.flat_param.data = on_cpu
+        views.hide(range(len(handle.leaves)))
+        views.show_flat(on_cpu)
         buffer.free()
         try:
             yield on_cpu
@@ -114,9 +113,8 @@ class FSDP1Handle:
             buffer.allocate()
             buffer.tensor[:numel].copy_(handle.flat_param.detach())
             buffer.tensor[numel:].zero_()
-            handle.flat_param.data = handle.shard
-            for leaf, view in zip(handle.leaves, shown, strict=True):
-                leaf.data = view
+            views.show_flat(handle.shard)
+            views.show(SHOWS_UNSHARDED)
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Free the unit's unsharded parameters that are kept, if `free_unsharded_flat_param`. Every rank calls it at

@@ -186,11 +186,6 @@ class Face(Protocol):
         """Use `shard` as the handle's from now on (also at first), maybe with a new dtype or device; `at_rest`
         has its views. Precondition: holders have no `.grad`. Postcondition: they show the shard."""
 
-    def show_flat(self, flat: torch.Tensor) -> None:
-        """Let the flat parameter show `flat`, 1-D and of any length, if modules list the flat parameter. A call with
-        the shard ends that."""
-        return
-
     def follow_requires_grad(self) -> None:
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
         leaves to distributed holders. Called only if these differ."""
@@ -360,9 +355,6 @@ class FlatFace(Face):
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest = at_rest
-
-    def show_flat(self, flat: torch.Tensor) -> None:
-        self._flat_param.data = flat
 
     def follow_requires_grad(self) -> None:
         wanted = self._flat_param.requires_grad

@@ -33,7 +33,7 @@ from ..device.streams import PendingWork, Stream, pin
 from ..layout.layout import FlatLayout
 from ..layout.part import Part
 from .faces import REQUIRES_GRAD, Face, FaceMaker
-from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
+from .layout_views import ShardViews, dense, full_views, segments_of, spec_of, stored_in_order
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
 from .write_tracker import VERSION, FlatParameter, WriteTracker
@@ -175,18 +175,19 @@ class FlatParamHandle:
         options: FlatParamOptions,
         tracker: MemoryTracker,
         parts: Mapping[int, Part] = MappingProxyType({}),
+        orders: Mapping[int, int] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
         The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. Leaves on the
         meta device, all or none, have a shard there, and are without elements on `device` themselves. `parts`: the
-        positions of parts in their wholes, by ids of leaves.
+        positions of parts in their wholes; `orders`: the dimensions that are to be the slowest in memory ([Note: stored
+        order]), others keep their order; both by ids of leaves.
         """
-        for leaf in leaves:
-            if not is_dense(leaf):
-                leaf.data = leaf.data.contiguous()
+        values = [stored_in_order(leaf.detach(), orders.get(id(leaf))) for leaf in leaves]
         master = leaves[0].dtype
-        specs = [spec_of(name, leaf, parts.get(id(leaf))) for name, leaf in zip(names, leaves, strict=True)]
+        parted = [parts.get(id(leaf)) for leaf in leaves]
+        specs = [spec_of(name, value, part) for name, value, part in zip(names, values, parted, strict=True)]
         align = max(1, 16 // options.precision(master).compute.itemsize)
         aligned = options.face.by_parameter  # FSDP1's flat parameter has padding only at its end
         layout = (
@@ -201,7 +202,7 @@ class FlatParamHandle:
         elif options.offload and options.pin_memory:
             shard = pin(shard)
         for owned in () if on_meta else layout.owned(rank):
-            shard[owned.in_shard.slice].copy_(dense(leaves[owned.index].detach())[owned.in_param.slice])
+            shard[owned.in_shard.slice].copy_(dense(values[owned.index])[owned.in_param.slice])
         return cls(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
 
     @property
@@ -250,8 +251,8 @@ class FlatParamHandle:
             return self.flat_param.data_ptr() == self.shard.data_ptr() and self.flat_param.dtype == self.shard.dtype
 
     def replace_shard(self, shard: torch.Tensor) -> None:
-        """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while
-        sharded."""
+        """Take `shard` (same number of elements, maybe another dtype or device) as the new shard; only while sharded.
+        Parameters show the one before until the caller changes them."""
         if self.state is not SHARDED or shard.shape != self.shard.shape:
             raise InternalError(
                 f"unit {self.label}: a shard of shape {tuple(shard.shape)} replaces {tuple(self.shard.shape)} while "
@@ -266,7 +267,6 @@ class FlatParamHandle:
             self.flat_param = FlatParameter(shard, requires_grad=self.options.trainable)
             self.flat_param._handle_ref = weakref.ref(self)
         self.shard = shard
-        self.flat_param.data = shard
         self.tracker.remove("shard", self._counted)
         self._counted = self.shard_bytes
         self.tracker.add("shard", self._counted)

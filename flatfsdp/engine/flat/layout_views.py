@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..comm.tensor_groups import TensorGroup
-from ..layout.layout import FlatLayout, ParamSpec, Span
+from ..layout.layout import FlatLayout, ParamSpec, Span, stride_by_rows
 from ..layout.part import Part
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
@@ -43,6 +43,17 @@ def is_dense(leaf: torch.Tensor) -> bool:
             return leaf.numel() == 0
         expected *= size
     return True
+
+
+def stored_in_order(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """`tensor`, or a copy whose slowest dimension in memory is `dim` ([Note: stored order]), with the others in order;
+    None to keep the order of one that is dense."""
+    if dim is None:
+        return tensor if is_dense(tensor) else tensor.contiguous()
+    if dim == 0 and tensor.is_contiguous():
+        return tensor
+    stride = stride_by_rows(tensor.shape, dim)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:

@@ -108,11 +108,12 @@ class ParamViews:
         self._refusing: list[Any] = [HIDDEN[kind] for kind in self._plain]
 
     def _lay_out(self) -> None:
-        """Let users' parameters show the shard, and leaves too if it is the unsharded parameter; else give these their
-        shapes, dtype and device, without memory."""
+        """Let users' parameters and the flat parameter show the shard, and leaves too if it is the unsharded parameter;
+        else give these their shapes, dtype and device, without memory."""
         handle = self.handle
         for parameter, view in handle.at_rest.shown:
             parameter.data = view
+        handle.flat_param.data = handle.shard
         self._laid = None
         if handle.shard_is_whole:
             for leaf, view in zip(handle.leaves, handle.at_rest.views, strict=True):
@@ -250,20 +251,19 @@ class ParamViews:
             each.install()
 
     def show_borrowed_views(self, views: list[torch.Tensor]) -> None:
-        """Let users' parameters show `views`, which no handle owns, until `end_borrowed_views`."""
+        """Let users' parameters show `views`, which no handle owns, until `show_again`."""
         originals = self.handle.face.originals
         change_classes(originals, ORIGINAL)
         for parameter, view in zip(originals, views, strict=True):
             parameter.data = view
         self.mode = SHOWS_UNSHARDED
 
-    def end_borrowed_views(self) -> None:
-        """End of `show_borrowed_views`: users' parameters and the flat parameter show the shard."""
-        self.handle.face.show_flat(self.handle.shard)
-        self.show_again()
+    def show_flat(self, flat: torch.Tensor) -> None:
+        """Let the flat parameter show `flat`, 1-D and of any length, instead of the shard, or that again."""
+        self.handle.flat_param.data = flat
 
     def show_again(self) -> None:
-        """Point users' parameters at the shard again (it moved)."""
+        """Point users' parameters and the flat parameter at the shard again."""
         self._some_hidden = self._all_hidden = self.tracks_writes = self.is_set_aside = self.is_requested = False
         change_classes(self.handle.leaves, ORIGINAL)
         self._lay_out()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..wrapping.shared_storage import follow_ties
 from ..wrapping.wrapper_support import apply_to_tensors, keep_model
 from .arguments import CALL, Call
 from .class_swap import swap_class
-from .placements import lay_out
+from .placements import orders_of
 from .state_dicts import watch
 
 # Units whose shards the running call of `_apply` has changed; None outside of one.
@@ -31,9 +31,11 @@ _changed: list[Unit] | None = None
 
 def shard(call: Call, front_class: type) -> None:
     """Make one unit of the modules of `call`, and give them classes that also derive from `front_class`."""
-    by_path = call.holder.named_parameters(remove_duplicate=False)
-    dims = {path: call.dims[parameter] for path, parameter in by_path if parameter in call.dims}
+    dims = _by_path(call, call.dims)
     with one_rank_warns(this_rank=is_first_of(None, call.config.device_mesh)):
+        if call.dims:
+            follow_ties(call.holder, (), call.config.ignored_params)  # before memory is laid out in another order
+        orders = orders_of(call.dims)
         front = Front(
             f"{CALL}()",
             call.modules,
@@ -43,10 +45,8 @@ def shard(call: Call, front_class: type) -> None:
             call.materializes,
             call.mesh.spmd,
             call.elsewhere,
+            _by_path(call, orders),
         )
-        if call.dims:
-            follow_ties(call.holder, (), call.config.ignored_params)  # before memory is laid out in another order
-        lay_out(call.dims)
         model = build_unit(call.holder, resolve_groups(call.config), island=call.island, front=front)
     enclosing_ddp.watch(front_class)
     for module in call.modules:
@@ -54,6 +54,11 @@ def shard(call: Call, front_class: type) -> None:
         module.__dict__["_unit"] = model.outermost
     keep_model(call.modules[0], model)
     watch(model.outermost)
+
+
+def _by_path(call: Call, dims: Mapping[nn.Parameter, int]) -> dict[str, int]:
+    by_path = call.holder.named_parameters(remove_duplicate=False)
+    return {path: dims[parameter] for path, parameter in by_path if parameter in dims}
 
 
 def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter], mesh: Any) -> RowFaces:

@@ -1,8 +1,8 @@
 """The dimension along which each parameter is split: a layout in rows splits the slowest dimension in memory.
 
-[Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So the
-parameter is laid out that way before it is sharded, and neither gathers nor reductions need a copy for it. For a
-DTensor this applies to its local tensor, and its strides show it.
+[Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So its
+values are laid out that way as they are sharded, and neither gathers nor reductions need a copy for it. For a DTensor
+this applies to its local tensor, and its strides show it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
+from ..flat.layout_views import stored_in_order
 from ..layout.layout import stride_by_rows
 from ..runtime.param_registry import owner_of
 from .meshes import ChosenMesh
@@ -83,30 +84,21 @@ def _dim_of(placement: Any, name: str, parameter: nn.Parameter) -> int:
     return dim
 
 
-def lay_out(dims: Mapping[nn.Parameter, int]) -> None:
-    """Change the memory of each parameter so that its dimension is the slowest. [Note: stored order]"""
+def orders_of(dims: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, int]:
+    """The plain ones of these parameters, each with the dimension that is to be the slowest in the memory of its
+    shards. DTensors get local tensors in that order now. [Note: stored order]"""
+    orders = {}
     for parameter, dim in dims.items():
         if _is_made_of_others(parameter):  # its own transform determines the memory
             continue
-        local = _local(parameter).detach()
         if not _dtensor.is_dtensor(parameter):
-            if (laid_out := _laid_out(local, dim)) is not local:
-                parameter.data = laid_out
+            orders[parameter] = dim
             continue
         spec = _dtensor.spec_of(parameter)
         stride = stride_by_rows(spec.shape, dim)
         as_stored = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, stride, parameter.dtype)
-        _dtensor.set_local(parameter, _laid_out(local, dim), as_stored)
-
-
-def _laid_out(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """`tensor`, or a copy with that order in memory."""
-    if dim == 0 and tensor.is_contiguous():
-        return tensor
-    made = torch.empty_strided(
-        tensor.shape, stride_by_rows(tensor.shape, dim), dtype=tensor.dtype, device=tensor.device
-    )
-    return made.copy_(tensor)
+        _dtensor.set_local(parameter, stored_in_order(_local(parameter).detach(), dim), as_stored)
+    return orders
 
 
 def _is_made_of_others(parameter: nn.Parameter) -> bool:

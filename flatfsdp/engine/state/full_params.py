@@ -5,7 +5,7 @@ Summoned parameters lie in memory of their own, in the master dtype, so that ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -83,7 +83,7 @@ class _SummonedHandle:
             for leaf in self.whole:
                 leaf.grad = None
             self.views.show_borrowed_views(full_views(self.flat, self.handle.layout))
-            self.handle.face.show_flat(self.flat[: self.handle.layout.numel])
+            self.views.show_flat(self.flat[: self.handle.layout.numel])
             for leaf, grad in zip(self.whole, self.grads or [], strict=False):
                 if grad is not None:
                     assign_grad(leaf, grad)
@@ -94,47 +94,45 @@ class _SummonedHandle:
             whole = _original_of(self.handle, each.leaf)
             each.show(whole.detach(), whole.grad)
 
-    def _take_seen(self) -> None:
-        """Let the leaves show the parameters that modules list instead of those of `show_seen`."""
-        for each in transformed_in(self.views):
-            whole = _original_of(self.handle, each.leaf)
-            stored, grad = each.taken(whole)
-            if stored.data_ptr() != whole.data_ptr() or stored.shape != whole.shape:
-                whole.data = stored
-            whole.grad = None
-            if grad is not None:
-                assign_grad(whole, grad)
+    def _seen(self, put: Mapping[int, nn.Parameter]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The value and the gradient of each parameter as users see it now: of the object that they have `put` in its
+        place, of its seen form, or its own."""
+        forms = {id(each.leaf): each.taken(_original_of(self.handle, each.leaf)) for each in transformed_in(self.views)}
+        found = []
+        for leaf, whole in zip(self.handle.leaves, self.whole, strict=True):
+            if (held := put.get(id(leaf))) is not None:
+                found.append((held.detach(), whole.grad if held.grad is None else held.grad))
+            else:
+                found.append(forms.get(id(leaf), (whole, whole.grad)))
+        return found
 
-    def hide(self, *, writeback: bool, from_rank0: bool) -> list[str]:
+    def hide(self, put: Mapping[int, nn.Parameter], *, writeback: bool, from_rank0: bool) -> list[str]:
         """Let the leaves show the shard again, after copying this rank's piece back with `writeback`; returns messages
-        about tensors that do not fit.
+        about tensors that do not fit. `put`: what users have put in the places of parameters, by the ids of leaves.
 
         Collective if `from_rank0`.
         """
         handle = self.handle
         unlike = []
         with torch.no_grad():
-            if self.keep:
-                self._take_seen()
+            seen = self._seen(put) if self.keep else []
             if self.keep and writeback:
                 # Replacements of a parameter count, too, not only in-place writes.
-                if handle.face.is_flat:
-                    unlike += self._take_flat()
+                unlike += self._take_flat()
                 replaced = []
-                for spec, leaf, view in zip(
-                    handle.layout.params, self.whole, full_views(self.flat, handle.layout), strict=True
-                ):
-                    if leaf.shape != view.shape:
-                        unlike.append(f"{spec.name} of unit {self.unit.label}: {tuple(leaf.shape)}, not {spec.shape}")
-                    elif leaf.data_ptr() != view.data_ptr() or leaf.stride() != view.stride():
-                        replaced.append((view, unaliased(leaf, self.flat)))
+                views = full_views(self.flat, handle.layout)
+                for spec, (value, _), view in zip(handle.layout.params, seen, views, strict=True):
+                    if value.shape != view.shape:
+                        unlike.append(f"{spec.name} of unit {self.unit.label}: {tuple(value.shape)}, not {spec.shape}")
+                    elif value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
+                        replaced.append((view, unaliased(value, self.flat)))
                 for view, value in replaced:
                     view.copy_(value)
-            unsharded_grads = [leaf.grad if self.keep else None for leaf in self.whole]
+            unsharded_grads = [grad for _, grad in seen] or [None for _ in self.whole]
             if self.keep:
                 for leaf in self.whole:
                     leaf.grad = None
-                self.views.end_borrowed_views()
+                self.views.show_again()
                 for leaf, grad in zip(self.whole, self._sharded_grads, strict=True):
                     if grad is not None:
                         assign_grad(leaf, grad)
@@ -187,38 +185,37 @@ class _SummonedHandle:
                 assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
 
 
-def _end_replaced(unit: Unit, *, takes: bool) -> list[str]:
-    """Let modules hold the stored parameters again where the user replaced them; if `takes`, leaves show the values of
-    the replacements. Returns messages about values that cannot be taken."""
+def _end_replaced(unit: Unit, *, takes: bool) -> tuple[dict[int, nn.Parameter], list[str]]:
+    """Let modules hold the stored parameters again where the user replaced them. Returns the replacements by the ids of
+    leaves, if `takes`, and messages about those whose values cannot be taken."""
     model_of(unit).setup.placed = False  # modules may hold parameters that are in no unit
     every = [views for each in (unit, *unit.owning_units) for views in each.views]
     extended = {param_ref for views in every for each in transformed_in(views) for param_ref in each.param_refs}
     changed = [each for each in ParamRef.changed((*unit.param_refs, *unit.shared_refs)) if each not in extended]
-    if not changed:
-        return []
+    put: dict[int, nn.Parameter] = {}
     refused = []
     try:
-        if takes:
+        if changed and takes:
             check_param_refs(changed, unit.shared_refs, names_of_leaves(model_of(unit).units), unit.label)
     except UsageError as error:
         takes = False
         refused.append(str(error))
     for param_ref in changed:
         held = param_ref.current
-        whole = param_ref.held
-        param_ref.hold(whole)
+        param_ref.hold(param_ref.held)
         if not isinstance(held, nn.Parameter):
             continue
         adoptions.pass_over(held, param_ref.path)
-        try:
-            if takes:
-                whole.data = held.detach()
-                whole.grad = held.grad if held.grad is not None else whole.grad
-        except RuntimeError:  # all others are taken, so that this rank does not leave the waiting ones
+        if not takes:
+            continue
+        if held.is_meta or held.layout is not torch.strided:
+            # All others are taken, so that this rank does not leave the waiting ones.
             found = "has no memory (meta)" if held.is_meta else f"is a {type(held).__name__} of {held.layout}"
             where = f"{param_ref.path!r} of unit {unit.label} was changed after wrapping"
             refused.append(f"{where}, and keeps its value: it {found}; expected dense values")
-    return refused
+        else:
+            put[id(param_ref.leaf)] = held
+    return put, refused
 
 
 def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
@@ -283,13 +280,16 @@ def summon(
         try:
             yield
         finally:
-            refused = []
+            put: dict[int, nn.Parameter] = {}
+            refused = list[str]()
             for unit in units:
-                refused += _end_replaced(unit, takes=writeback and (is_first(unit.groups) or not rank0_only))
+                found, messages = _end_replaced(unit, takes=writeback and (is_first(unit.groups) or not rank0_only))
+                put |= found
+                refused += messages
             sends = writeback and rank0_only
             with collective_call(units, "the end of summon_full_params()") if sends else nullcontext():
                 for each in summoned:
-                    unlike += each.hide(writeback=writeback, from_rank0=rank0_only)
+                    unlike += each.hide(put, writeback=writeback, from_rank0=rank0_only)
     if unlike:
         refused += ["parameters were given another shape inside it, so they keep their values: " + "; ".join(unlike)]
     if refused:

@@ -89,6 +89,7 @@ class Front:
             gives them memory later.
         spmd: the mesh on which all parameters lie, of which the config's is a part, if there is one.
         elsewhere: the configs of parameters that are sharded over other ranks, each with its `spmd` mesh.
+        orders: the dimensions that are to be the slowest in memory, by paths of parameters. [Note: stored order]
     """
 
     words: str = "FullyShardedDataParallel"
@@ -99,6 +100,7 @@ class Front:
     materializes: bool = True
     spmd: SpmdMesh | None = None
     elsewhere: Mapping[nn.Parameter, tuple[Config, SpmdMesh | None]] = field(default_factory=dict)
+    orders: Mapping[str, int] = field(default_factory=dict)
 
     def meshes(self, config: Config, device: torch.device) -> DataMeshes:
         """The meshes of ranks over which parameters are sharded; `config`: the unit's. Makes groups for reductions."""
@@ -149,7 +151,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     synchronize(module, modules, leaves_of(param_refs), axes, lambda tensor: axes_of[meshes.of(tensor)])
     tracker = MemoryTracker()
     handles, param_refs, transformed, initial_checksums = _shard(
-        param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config)
+        param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config), front.orders
     )
     unit = Unit(
         Entries(front.entries or [module], in_place=bool(front.entries)),
@@ -269,6 +271,7 @@ def _shard(
     device: torch.device,
     tracker: MemoryTracker,
     faces: Faces,
+    orders: Mapping[str, int],
 ) -> tuple[list[tuple[FlatParamHandle, DataMesh]], list[ParamRef], list[TransformedParam], InitialChecksums | None]:
     """Handles of the parameters that the unit will own, with the mesh of each; the transformed parameters, and the
     checksums of values that ranks compare.
@@ -288,8 +291,9 @@ def _shard(
         valued = [each for each in leaves if not ((its := hooks.get(id(each[0]))) and its.keeps_rows)]
         initial_checksums = InitialChecksums(valued) if config.check_values != "off" else None
         mesh_of = {id(param_ref.leaf): mesh for param_ref, mesh in zip(param_refs, over, strict=True)}
-        faced = partial(faces, transformed)
-        handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced)
+        faced, stored = partial(faces, transformed), {id(each.leaf) for each in transformed}
+        order_of = {id(leaf): orders[path] for leaf, path in leaves if path in orders and id(leaf) not in stored}
+        handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced, order_of)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped: {', '.join(dropped)}")
@@ -308,11 +312,12 @@ def _flatten(
     device: torch.device,
     tracker: MemoryTracker,
     faces: Callable[[Sequence[nn.Parameter], Any], FaceMaker],
+    orders: Mapping[int, int],
 ) -> list[tuple[FlatParamHandle, DataMesh]]:
     """A handle for each kind among `leaves`, given with their paths, and its mesh. They still show their own memory.
 
     `packed`: the ids of packed bytes. By ids: `parts`: positions of parts in their wholes, `hooks`: the gather hooks of
-    some leaves, `mesh_of`: the ranks over which each leaf is sharded.
+    some leaves, `mesh_of`: the ranks over which each leaf is sharded, `orders`: as of `FlatParamHandle.flatten`.
     """
     kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
@@ -343,6 +348,7 @@ def _flatten(
             options=options,
             tracker=tracker,
             parts=parts,
+            orders=orders,
         )
         made.append((handle, mesh))
     return made
