@@ -222,7 +222,7 @@ def unshard(unit: Unit) -> None:
         follow_before_request(each, model.agreement, at_rest=at_rest)
         begin_request(each, at_rest=at_rest)
         if each.launch_unshard(ahead=True) and iteration.backward is not None:
-            iteration.backward.gathered.append(each.place.index)
+            model.agreement.issued.gathered.append((model.agreement.scope, each.place.index))
         iteration.ahead[each] = None
         if torch.is_grad_enabled():
             iteration.requested[each] = None
