@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from ...api import check_bool
 from ...errors import UsageError, refuse_type
 from ..base import _dtensor, _torch
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import Span

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from ..base import _torch
+from ..base.overrides import is_memoryless
 from ..base.peers import Peers
-from ..device.fake_tensors import is_memoryless
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call

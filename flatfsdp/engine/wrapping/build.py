@@ -21,12 +21,13 @@ from ...errors import UsageError, warn
 from ..agreement.agreement import Agreement
 from ..agreement.checksums import InitialChecksums
 from ..agreement.process_groups import plan_groups, resolve_groups
+from ..base.overrides import is_memoryless
 from ..config.arguments import check_shardable
 from ..config.precision import resolve
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
-from ..device.fake_tensors import is_memoryless
+from ..cpu.huge_pages import tracker_for
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..dtensor.data_mesh import DataMesh, DataMeshes
@@ -148,7 +149,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
             _check_plain(param_refs, transforms)
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes, lambda tensor: axes_of[meshes.of(tensor)])
-    tracker = MemoryTracker()
+    tracker = tracker_for(device)
     handles, param_refs, transformed, initial_checksums = _shard(
         param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config)
     )

@@ -26,7 +26,7 @@ from ..agreement.process_groups import mesh_over, plan_over
 from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
 from ..config.unit_options import PrefetchTargets, UnitOptions
-from ..device.memory import MemoryTracker
+from ..cpu.huge_pages import tracker_for
 from ..dtensor.extended_handle import handle_class
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
@@ -172,7 +172,7 @@ def _build(plans: Sequence[UnitPlan], lists: Lists) -> list[Unit]:
 
 
 def _unit_of(plan: UnitPlan) -> Unit:
-    tracker, handles = MemoryTracker(), []
+    tracker, handles = tracker_for(plan.settings.device), []
     for settings, leaves in zip(plan.handles, plan.leaves, strict=True):
         made = []
         for leaf, cls, attributes in leaves:

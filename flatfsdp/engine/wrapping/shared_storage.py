@@ -30,7 +30,7 @@ from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..base._torch import storage_uses
 from ..base.fqns import clean, fqn
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 from ..dtensor.gather_hooks import has_gather_hooks, inner_of
 from ..flat.param_refs import ParamRef, marks_of
 from ..runtime.module_tree import units_in
