@@ -11,8 +11,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
-from ..runtime.model import check_outermost
-from ..runtime.rest import check_outside, quiesce
+from ..models.rest import check_outermost, check_outside, quiesce
 from ..runtime.unit import Unit
 
 

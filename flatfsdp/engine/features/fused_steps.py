@@ -33,7 +33,7 @@ from ..base.overrides import is_memoryless
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import Span
-from ..runtime import param_registry as registry
+from ..models import param_registry as registry
 from ..state.optim.optimizer_clone import clone_over
 
 ELEMENTWISE = frozenset(

@@ -12,9 +12,8 @@ from torch import nn
 from ...api import check_bool, check_number
 from ...errors import ConfigValueError, UsageError, refuse_type, warn
 from ..facade.schedule_api import ScheduleControls
-from ..runtime.model import check_outermost
-from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, quiesce
+from ..models.rest import check_outermost, check_outside, quiesce
+from ..models.walks import units_in
 from ..runtime.unit import Unit
 
 

@@ -17,7 +17,7 @@ from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
 from ..layout.layout import stride_by_rows
-from ..runtime.param_registry import owner_of
+from ..models.param_registry import owner_of
 from .meshes import ChosenMesh
 
 ARGUMENT = "shard_placement_fn"

@@ -17,9 +17,8 @@ from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from ..flat.extensions import TransformedParam
 from ..layout.part import Part
-from ..runtime.model_facts import axes_of
-from ..runtime.part_axes import all_part_axes, beside, each_once
-from ..runtime.rest import models_of
+from ..models.rest import models_of
+from ..models.spread import all_part_axes, axes_of, beside, each_once
 from ..runtime.unit import Unit
 from .owned_interval import block_of
 

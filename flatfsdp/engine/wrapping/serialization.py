@@ -34,11 +34,12 @@ from ..flat.extensions import Transform, TransformedParam, as_transform
 from ..flat.param_guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
+from ..models.rest import quiesce
+from ..models.walks import ignore, ignored_in, units_in, units_inside
 from ..runtime.entries import PLAIN_CLASS, Entries, WeakModules
 from ..runtime.model import model_of
-from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_in, units_inside
+from ..runtime.module_tree import put_at_rest
 from ..runtime.resources import ModelSettings
-from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from .build import install_extensions, new_model
