@@ -41,7 +41,7 @@ from .engine.config import fsdp1_mode, state_dict_configs
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.flat import flat_param
 from .engine.fully_shard.class_swap import swapped
-from .engine.runtime import param_registry as registry
+from .engine.models import param_registry as registry
 from .engine.state.dcp_state_dict import replacements
 from .errors import UsageError, current_rank
 

@@ -27,8 +27,9 @@ from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.comm_hook import register_comm_hook
 from .engine.features.forward_methods import put_through_wrapper, through_wrapper
 from .engine.guards import enclosing_ddp
+from .engine.models.walks import units_in, with_owning_units
 from .engine.runtime.model import model_of
-from .engine.runtime.module_tree import units_at, units_in, with_owning_units
+from .engine.runtime.module_tree import units_at
 from .engine.state import full_params
 from .engine.state.model import loading, saving
 from .engine.state.model.types import StateDictTypes

@@ -15,9 +15,9 @@ from .engine.comm.transport import agree_on_maximum
 from .engine.features.error_feedback import residuals_of
 from .engine.features.optimizer_in_backward import note_scaled_loss, optimizers_of
 from .engine.guards.optimizer_hooks import stepped_by, waiting_in
-from .engine.runtime import param_registry as registry
+from .engine.models import param_registry as registry
+from .engine.models.rest import before_step
 from .engine.runtime.model import Model
-from .engine.runtime.rest import before_step
 
 
 class ShardedGradScaler(GradScaler):

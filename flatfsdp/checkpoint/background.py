@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from ..engine.device.host_copies import HostCopies
 from ..errors import CheckpointError
+from .host_copies import HostCopies
 from .ranks import CheckpointRanks
 from .saving import Contents, SaveRequest, save_contents
 

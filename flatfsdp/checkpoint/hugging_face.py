@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.runtime.module_tree import units_in
-from ..engine.runtime.rest import check_idle, quiesce
+from ..engine.models.rest import check_idle, quiesce
+from ..engine.models.walks import units_in
 from ..engine.state.named_param import NamedParam, named_buffers, named_state, refuse_rows_of_their_class
 from ..errors import CheckpointError, few, refuse_type, refuse_value
 from . import form

@@ -13,10 +13,10 @@ from torch import nn
 
 from ..engine.agreement.object_collectives import on_all_ranks, ranks_over
 from ..engine.agreement.process_groups import new_group
+from ..engine.models.rest import collective_call
+from ..engine.models.spread import axes_of
+from ..engine.models.walks import units_in
 from ..engine.runtime.model import model_of
-from ..engine.runtime.model_facts import axes_of
-from ..engine.runtime.module_tree import units_in
-from ..engine.runtime.rest import collective_call
 from ..errors import AgreementError, CheckpointError, ConfigValueError, by_ranks
 from ..messages import meet_and_gather
 

@@ -22,12 +22,12 @@ import torch
 
 from ..engine.agreement.checksums import checksum
 from ..engine.base.plain_data import dtype_named
-from ..engine.device.host_copies import HostCopies
 from ..engine.state.owned_interval import OwnedInterval
 from ..errors import CheckpointError, ConfigTypeError, few, one_rank_warns, refuse_value, warn_once
 from . import metadata
 from .disk import disk
 from .folders import CheckpointFolder, candidates, last_sequence, refuse_link
+from .host_copies import HostCopies
 from .manifest import Manifest, SavedFile, SavedTensor
 from .nested_state import Path, decode, encode, flatten, shown
 from .plan import PlannedInterval, assign, digest

@@ -20,9 +20,9 @@ from ..engine.base.fqns import clean
 from ..engine.config.state_dict_configs import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from ..engine.features.error_feedback import residuals_of
 from ..engine.few_bits.quantized import Residuals, residual_numels
-from ..engine.runtime.apart import apart
-from ..engine.runtime.module_tree import units_in
-from ..engine.runtime.rest import check_idle, models_of, quiesce
+from ..engine.models.rest import check_idle, models_of, quiesce
+from ..engine.models.spread import apart
+from ..engine.models.walks import units_in
 from ..engine.runtime.unit import Unit
 from ..engine.state.model.types import sharing_memory
 from ..engine.state.named_param import NamedParam, named_buffers, named_state, refuse_rows_of_their_class

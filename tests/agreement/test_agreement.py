@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from flatfsdp.engine.schedule.issue_order import GatherOrder
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
@@ -315,19 +316,26 @@ def test_ranks_call_different_things_between_iterations(pool2: Run, what: str, t
     assert same(pool2(call, what, before)) == f"ranks diverged at step {max(1, before)}: {text}{PARTING}"
 
 
-def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
-    """Rank 1 gathers two units of equal size in the other order in a backward; whether `.grad` is as before."""
-    model = wrap(Net(), join_units_below=0)
-    for _ in range(after):
-        step(model)
-    before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+@contextmanager
+def mixed_gathers(*, here: bool) -> Iterator[None]:
+    """A backward gathers its first two units in the other order, on ranks where `here` is true."""
 
     def swapped(plan: Any, anchored: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
         first, second, *rest = anchored
         planned(plan, (second, first, *rest), *args, **kwargs)
 
     planned = GatherOrder.__init__
-    with patch.object(GatherOrder, "__init__", swapped if rank == 1 else planned):
+    with patch.object(GatherOrder, "__init__", swapped if here else planned):
+        yield
+
+
+def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
+    """Rank 1 gathers two units of equal size in the other order in a backward; whether `.grad` is as before."""
+    model = wrap(Net(), join_units_below=0)
+    for _ in range(after):
+        step(model)
+    before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+    with mixed_gathers(here=rank == 1):
         if after and rank == 0:  # a rank that goes on waits for no other, and detects it later
             step(model)
             while inspect.verdict_of(model)() is None:
@@ -338,6 +346,13 @@ def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
     return message, all(kept)
 
 
+MIXED = (
+    "Values of different units were exchanged for each other, so the gradients of this backward are wrong: resume from "
+    "an earlier checkpoint. Where ranks use different parts of a model, checkpoint activations of each of their units "
+    "separately, not of several together or one inside another; otherwise please report this"
+)
+
+
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int) -> None:
     """Nothing else would notice, their collectives being of one size."""
@@ -346,12 +361,36 @@ def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int)
     assert same(messages) == (
         f"ranks diverged at step {after + 1}: "
         f"rank 0 gathered in its backward the units 'blocks.2', 'blocks.1', 'blocks.0', {reduced}; "
-        f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. Values of "
-        "different units were exchanged for each other, so the gradients of this backward are wrong: resume from an "
-        "earlier checkpoint. Where ranks use different parts of a model, checkpoint activations of each of their units "
-        "separately, not of several together or one inside another; otherwise please report this"
+        f"rank 1 gathered in its backward the units 'blocks.2', 'blocks.0', 'blocks.1', {reduced}. {MIXED}"
     )
     assert kept == (after == 0, True)
+
+
+def mix_in_a_window(rank: int, world: int, mixed: int) -> tuple[str, bool]:
+    """Rank 1 gathers two units in the other order in one of two backwards that do not reduce; whether the end of their
+    window publishes no gradient."""
+    model = Net()
+    for module in (*model.blocks, model):
+        flatfsdp.fully_shard(module)
+    model.set_requires_gradient_sync(False)
+    for number in range(2):
+        with mixed_gathers(here=rank == 1 and number == mixed):
+            step(model)
+    model.set_requires_gradient_sync(True)
+    message = message_of(lambda: step(model))
+    return message, all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("mixed", [0, 1])
+def test_so_does_the_end_of_a_window_in_which_a_backward_mixed_units(pool2: Run, mixed: int) -> None:
+    """Under no_sync() nothing is reduced, and nothing compared: the gradients are."""
+    messages, kept = zip(*pool2(mix_in_a_window, mixed), strict=True)
+    message = same(messages)
+    assert message.startswith("ranks diverged at step 3: rank 0 gathered in its backward the units")
+    assert message.endswith(MIXED), message
+    before = "'blocks.2', 'blocks.1', 'blocks.0' and " if mixed else ""
+    assert f"under no_sync() before it {before}'blocks.2', 'blocks.0', 'blocks.1'" in message
+    assert kept == (True, True)
 
 
 # -- operations common to all ranks ----------------------------------------------------------------------------------

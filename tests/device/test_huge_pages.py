@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import resource
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from flatfsdp.engine.device import huge_pages, memory
+from flatfsdp.engine.cpu.huge_pages import tracker_for
 from flatfsdp.engine.device.memory import FlatBuffer, MemoryTracker
 from tests.harness import fresh
 
 pytestmark = pytest.mark.process
 
+CPU = torch.device("cpu")
 BYTES = 64 * 1024 * 1024  # the C library maps such a block again each time
 
 
 def faults(rank: int, world: int, asks: bool) -> tuple[int, int]:
     """Page faults of taking, filling and freeing a buffer ten times, and the bytes that were live."""
-    tracker = MemoryTracker()
-    found = huge_pages.adviser_for if asks else lambda *_: None
-    with patch.object(memory, "adviser_for", found):
-        buffer = FlatBuffer(BYTES // 4, torch.float32, torch.device("cpu"), tracker=tracker, kind="unsharded")
+    tracker = tracker_for(CPU) if asks else MemoryTracker()
+    buffer = FlatBuffer(BYTES // 4, torch.float32, CPU, tracker=tracker, kind="unsharded")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         buffer.allocate()
@@ -32,7 +30,7 @@ def faults(rank: int, world: int, asks: bool) -> tuple[int, int]:
 
 
 def test_a_large_buffer_takes_large_pages() -> None:
-    if huge_pages.adviser_for(torch.device("cpu"), BYTES) is None:
+    if tracker_for(CPU).advised_from > BYTES:
         pytest.skip("the kernel gives no large pages on request")
     (plain,), (asked,) = fresh.run(1, faults, False, timeout=60), fresh.run(1, faults, True, timeout=60)
     assert plain.error is None, plain.error

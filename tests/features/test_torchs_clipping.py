@@ -13,7 +13,7 @@ from torch import nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.base import _torch
 from flatfsdp.engine.features.clip import serve_torchs_norms
-from flatfsdp.engine.runtime import param_registry
+from flatfsdp.engine.models import param_registry
 from flatfsdp.errors import FlatFSDPWarning
 from tests.harness.fake import fake_world
 

@@ -25,9 +25,9 @@ from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
+from flatfsdp.engine.models.walks import units_in
 from flatfsdp.engine.runtime.iteration import STAGE_STEPS
 from flatfsdp.engine.runtime.model import model_of
-from flatfsdp.engine.runtime.module_tree import units_in
 from flatfsdp.engine.watchdog.regions import current_watch
 
 

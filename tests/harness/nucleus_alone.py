@@ -138,10 +138,9 @@ def wrapped(
     from flatfsdp.engine.flat.flat_param import FlatParamHandle, FlatParamOptions
     from flatfsdp.engine.flat.param_refs import ParamRef
     from flatfsdp.engine.flat.piece_face import PieceFaces
-    from flatfsdp.engine.runtime import param_registry
     from flatfsdp.engine.runtime.entries import Entries
     from flatfsdp.engine.runtime.model import Model, model_of
-    from flatfsdp.engine.runtime.module_tree import leaves_of, modules_of, param_refs_of, put_at_rest, units_in
+    from flatfsdp.engine.runtime.module_tree import put_at_rest, units_at
     from flatfsdp.engine.runtime.resources import ModelSettings, Resources
     from flatfsdp.engine.runtime.unit import Unit
     from flatfsdp.engine.runtime.unit_state import BuiltWith
@@ -165,12 +164,17 @@ def wrapped(
             return model_of(unit).forwards.run(unit, args, kwargs, call=self._fsdp_wrapped_module)
 
     def wrap(inside: nn.Module) -> Wrapper:
-        nested, tracker = units_in(inside), MemoryTracker()
-        param_refs = [ParamRef(*each, each[0]._parameters[each[1]]) for each in param_refs_of(inside, set())]  # type: ignore[arg-type]
-        leaves = leaves_of(param_refs)
+        below = {each for child in inside.modules() if units_at(child) for each in child.modules()}
+        modules = {path: each for path, each in inside.named_modules() if each not in below}
+        param_refs = [
+            ParamRef(each, name, f"{path}.{name}".lstrip("."), parameter)
+            for path, each in modules.items()
+            for name, parameter in each.named_parameters(recurse=False)
+        ]
+        tracker = MemoryTracker()
         handle = FlatParamHandle.flatten(
-            [leaf for leaf, _ in leaves],
-            [path for _, path in leaves],
+            [param_ref.leaf for param_ref in param_refs],
+            [param_ref.path for param_ref in param_refs],
             world=groups.shard.size,
             rank=groups.shard.rank,
             device=cpu,
@@ -188,9 +192,7 @@ def wrapped(
             Entries([inside], in_place=False),
             [handle],
             param_refs,
-            built=BuiltWith(
-                traits(chosen), mixed, CPUOffload(offload), modules=[each for _, each in modules_of(inside, set())]
-            ),
+            built=BuiltWith(traits(chosen), mixed, CPUOffload(offload), modules=[*modules.values()]),
             groups=groups,
             options=UnitOptions(**options),
         )
@@ -198,9 +200,7 @@ def wrapped(
         settings = ModelSettings(cpu, limit_all_gathers=True, check_values="off", join_units_below=0)
         resources = Resources(Device(cpu), tracker, Exchanges(), limit_all_gathers=True)
         model = Model(unit, resources, settings)
-        model.adopt(nested)
-        param_registry.own(unit)
-        param_registry.models.add(model)
+        model.adopt([nested for each in inside.modules() for nested in units_at(each)])
         return Wrapper(inside, model)
 
     for index in range(1, len(module)):

@@ -92,9 +92,21 @@ class Helper(Share):
             session.shouldstop = "the process that shows the results is gone"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._reports.write(json.dumps(data) + "\n")
+        self._reports.write(written_report(self._config, report))
         self._reports.flush()
+
+
+def written_report(config: pytest.Config, report: pytest.TestReport) -> str:
+    """`report` as a line."""
+    return json.dumps(config.hook.pytest_report_to_serializable(config=config, report=report)) + "\n"
+
+
+def read_report(config: pytest.Config, line: str) -> pytest.TestReport:
+    """The report that `written_report` has written as this line."""
+    report: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=json.loads(line))
+    if isinstance(report.longrepr, list):  # a skip's: JSON has no tuples, but --junitxml wants one
+        report.longrepr = tuple(report.longrepr)
+    return report
 
 
 class Leader(Share):
@@ -154,8 +166,8 @@ class _Started:
         while line := self._reports.readline():
             self._line += line
             if self._line.endswith("\n"):  # otherwise it is still being written
-                data, self._line = json.loads(self._line), ""
-                yield self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+                data, self._line = self._line, ""
+                yield read_report(self._config, data)
 
     def runs(self) -> bool:
         with suppress(subprocess.TimeoutExpired):

@@ -28,7 +28,7 @@ from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFac
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from flatfsdp.engine.schedule.issue_order import coalesce
 from flatfsdp.errors import AgreementError
-from tests.harness.simulated_agreement import JobNotes, SimulatedAgreement
+from tests.harness.simulated_agreement import SCOPE, JobNotes, SimulatedAgreement
 from tests.harness.simulated_waits import GATHERS, REDUCTIONS, Play, Problem, Stream, on_device, on_host
 
 PARAMETERS = 2  # per unit
@@ -666,7 +666,7 @@ class SimulatedRank:
         if self.brings:
             self._await_reductions()
         elif any(unit in self.program.frees for unit in self.schedule.clock.sequence):
-            agreement.check_gathered(self._numbers(self.gathered))
+            agreement.check_gathered()
         if self._reduces and self.reduced:
             self.lacking = functools.reduce(operator.or_, map(self._lacking_in, self.reduced))
 
@@ -705,7 +705,9 @@ class SimulatedRank:
     def end(self) -> None:
         """The backward is over, or there was none: nothing stays unsharded but what is to."""
         if self._reduces and self.reduced:
-            self.agreement.check_issued(self._numbers(self.gathered), self._numbers(self.reduced), self.lacking)
+            self.agreement.check_issued(self.lacking)
+        else:
+            self.agreement.issued.carry_over()
         for unit in [*self.unsharded]:
             if self.double or not (self.has_backward and self.program.rules[unit].stays_unsharded):
                 self.reshard(unit)
@@ -980,7 +982,9 @@ class SimulatedRank:
         self._ahead.update(sharded if ahead else sharded[1:])
         if sharded:
             self.unsharded.update(dict.fromkeys(sharded, self._trace.issue(GATHERS, *sharded)))
-            self.gathered += sharded if self.has_backward else ()
+            if self.has_backward:
+                self.gathered += sharded
+                self.agreement.issued.gathered += [(SCOPE, number) for number in self._numbers(sharded)]
 
     def _wait(self, unit: str) -> None:
         if unit not in self.unsharded:
@@ -1019,6 +1023,7 @@ class SimulatedRank:
             self._trace.append("await", (REDUCTIONS, self._in_flight.pop(0)))
         self._in_flight.append(self._trace.issue(REDUCTIONS, *units))
         self.reduced += units
+        self.agreement.issued.reduced += [(SCOPE, number) for number in self._numbers(units)]
 
     def _may_come_from_checkpoints(self) -> bool:
         """Whether gradients flow on to a reentrant checkpoint, of which nothing is known before."""

@@ -1,4 +1,4 @@
-"""The order in which processes that share a run begin files."""
+"""Processes that share a run: the order in which they begin files, and the reports that they hand on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.sharing import in_turn
+from tests.harness.sharing import in_turn, read_report, written_report
 
 pytestmark = pytest.mark.unit
 
@@ -43,3 +43,12 @@ def test_files_whose_tests_wait_are_spread_over_others_and_the_longest_begin() -
 def test_a_selection_of_one_tier_keeps_its_order() -> None:
     chosen = [f"base/test_{name}.py" for name in "bac"]
     assert names(*(f"unit {name}" for name in chosen)) == chosen
+
+
+def test_reports_of_other_processes_are_those_of_one(request: pytest.FixtureRequest) -> None:
+    skipped = ("tests/test_a.py", 7, "Skipped: no reason")  # --junitxml wants a tuple
+    for longrepr in (skipped, "what failed", None):
+        outcome: Any = "skipped" if longrepr is skipped else "failed"
+        report = pytest.TestReport("test_a.py::test", ("test_a.py", 7, "test"), {}, outcome, longrepr, "call")
+        found = read_report(request.config, written_report(request.config, report))
+        assert (found.longrepr, found.outcome, found.when) == (longrepr, outcome, "call")

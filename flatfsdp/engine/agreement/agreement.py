@@ -93,6 +93,7 @@ class Agreement(Peers):
         if answers is None:
             return
         peers.know(list(answers))
+        self.scope = peers.scope
         self.sequence.connect()
         refuse_differences(peers, described, answers)
         self.member.begin(peers, {rank: Position(*numbers) for rank, (_, _, *numbers) in answers.items()})
@@ -209,7 +210,8 @@ class Agreement(Peers):
         self.sequence.start("a backward")
         if self.member.turns is not None:
             self.member.take("began a backward")
-            self.in_turns, self.scope = self.member.turns.in_turns, self.peers.scope
+            if not self.issued.carried:  # else the end of the window compares what began before there were others
+                self.issued = self.member.turns.collectives
         try:
             self.unused.begin(self.sequence.position)
         except RuntimeError as error:
@@ -218,31 +220,21 @@ class Agreement(Peers):
         self.sequence.next(op, opens=not self._sharded, completes=not reduces)
         self.sequence.progress.backwards += 1
 
-    def check_issued(self, gathered: Sequence[int], reduced: Sequence[int], lacking: int) -> int:
-        """Check, after a backward that reduces, that all ranks have issued the collectives of these units. `lacking`: a
-        bit for each parameter of which this rank has no gradient; returns those of which no rank has one. [Note:
-        unused]"""
+    def check_issued(self, lacking: int) -> int:
+        """Check, after a backward that reduces, that all ranks have issued the same collectives. `lacking`: a bit for
+        each parameter of which this rank has no gradient; returns those of which no rank has one. [Note: unused]"""
         if not self.peers.axes:
-            return lacking
-        op = self._issued(tuple(gathered), tuple(reduced))
-        if self.in_turns:
-            op = self._with_other_models(op)
-        return self.sequence.end_backward(op, lacking)
+            return super().check_issued(lacking)
+        return self.sequence.end_backward(self._issued_so_far(), lacking)
 
-    def _with_other_models(self, op: Op) -> Op:
-        """`op`, with the order in which backwards of several models have issued their collectives, if these alternate
-        in one graph."""
-        assert self.in_turns is not None
-        issued = [*self.in_turns]
-        self.in_turns.clear()
-        if all(scope == self.scope for scope, _, _ in issued):
-            return op
-        orders = {
-            verb: " ".join(f"{scope.rpartition('.')[2]}:{unit}" for scope, each, unit in issued if each == verb)
-            for verb in ("gather", "reduce")
-        }
-        words = f"{op.words}; beside other models, in the order of model:unit, gathered {orders['gather'] or 'none'}"
-        return op._replace(code=hash63(f"{op.code} {orders}"), words=f"{words}, reduced {orders['reduce'] or 'none'}")
+    def _issued_so_far(self, *, brings: bool = True) -> Op:
+        """The op of what backwards have issued since ranks compared it. `brings`: the last one has brought gradients,
+        which were reduced."""
+        issued = self.issued
+        before = (issued.carried, *issued.without_sync) if issued.carried else ()
+        op = self._issued(self.scope, tuple(issued.gathered), tuple(issued.reduced) if brings else None, before)
+        issued.clear()
+        return op
 
     def check_unforeseen(self) -> None:
         """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that
@@ -251,14 +243,14 @@ class Agreement(Peers):
             self.peers.raise_verdict()
             self.sequence.show(UNFORESEEN)
 
-    def check_gathered(self, gathered: Sequence[int]) -> None:
-        """Check, after a backward that brought no gradients, that these units were gathered on all ranks. Not
+    def check_gathered(self) -> None:
+        """Check, after a backward that brought no gradients, that all ranks have gathered the same units. Not
         collective, since some ranks may wait for a gather."""
-        if self.peers.watch is not None:
-            if self.in_turns:
-                self.in_turns.clear()
+        if self.peers.watch is None:
+            super().check_gathered()
+        else:
             self.peers.raise_verdict()
-            self.sequence.show(self._issued(tuple(gathered), None), issued=self.sequence.issued)
+            self.sequence.show(self._issued_so_far(brings=False), issued=self.sequence.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 
@@ -334,8 +326,7 @@ class Agreement(Peers):
     def publish_abandoned(self, error: BaseException | None) -> None:
         """Notify the others that an exception ended the iteration here, without waiting for them or raising."""
         self._opening = None
-        if self.in_turns:
-            self.in_turns.clear()
+        super().publish_abandoned(error)
         self.sequence.publish_abandoned(error)
 
     def meet_abandoned(self) -> None:

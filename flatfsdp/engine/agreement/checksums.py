@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 
 
 def checksum(tensor: torch.Tensor) -> int:

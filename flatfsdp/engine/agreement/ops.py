@@ -163,13 +163,25 @@ def backward(
     return Op(hash63(f"{compared} {trained:x} {conditions}"), words, ran, f"{trained:x}", conditions, unreached)
 
 
-def issued(units: Sequence[UnitEntry], gathered: Sequence[int], reduced: Sequence[int] | None) -> Op:
-    """A backward has issued the collectives of these units; `reduced` is None if it brought no gradients."""
-    labels = [", ".join(units[index].label for index in indices) for indices in (gathered, reduced or ())]
+Units = tuple[tuple[str, int], ...]  # (model, unit)
+
+
+def issued(
+    units: Sequence[UnitEntry], model: str, gathered: Units, reduced: Units | None, before: tuple[int | Units, ...]
+) -> Op:
+    """A backward of `model` has issued the collectives of these units; `reduced` is None if it brought no gradients.
+    `before`: a number for the gathers in earlier backwards under `no_sync()`, and their different orders."""
+
+    def in_words(which: Units) -> str:
+        own = [units[i].label if of == model else f"unit {i} of model {of.rpartition('.')[2]}" for of, i in which]
+        return ", ".join(own) or "none"
+
+    words = f"{ISSUED} {in_words(gathered)}, and reduced {in_words(reduced or ())}"
     if reduced is None:
-        return Op(hash63(f"gathered {[*gathered]}"), f"{ENDED_WITHOUT}, and gathered {labels[0] or 'no unit'}")
-    code = hash63(f"issued {[*gathered, None, *reduced]}")
-    return Op(code, f"{ISSUED} {labels[0] or 'none'}, and reduced {labels[1] or 'none'}")
+        words = f"{ENDED_WITHOUT}, and gathered {in_words(gathered) if gathered else 'no unit'}"
+    if before:
+        words += f"; under no_sync() before it {' and '.join(map(in_words, before[1:]))}"  # type: ignore[arg-type]
+    return Op(hash63(f"issued {gathered} {reduced} {before[:1]}"), words)
 
 
 def abandoned(issued: int, doing: str, because: str) -> Op:

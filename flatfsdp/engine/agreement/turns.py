@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ...errors import AgreementError, by_ranks
 from ..base.hashing import hash63
+from ..base.peers import Issued
 from ..base.per_group import for_group
 from ..comm.axes import Axis
 from .op_sequence import Meetings, OpSequence
@@ -131,7 +132,7 @@ class Turns(OpSequence):
         peers.scope, peers.watch = f"{first.scope}.turns of {peers.ranks[0]}", first.watch
         super().__init__(peers)
         self.meetings = _TurnMeetings(peers)
-        self.in_turns: list[tuple[str, str, int]] = []  # `Peers.in_turns` of the models
+        self.collectives = Issued()  # of the models
         self._models = weakref.WeakSet(each.sequence for each in members)
         for each in members:
             each.turns = self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -23,3 +23,11 @@ class Override(Generic[T]):
             yield
         finally:
             self.value = before
+
+
+without_memory: Override[Any] = Override(None)  # of a dry run: torch's mode in which tensors have no memory
+
+
+def is_memoryless() -> bool:
+    """Whether new tensors have neither memory nor values: in a dry run."""
+    return without_memory.value is not None

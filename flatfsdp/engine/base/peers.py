@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import warn
+from .hashing import hash63
 
 # A value that must be equal on all ranks: (its subject, the value, whether the subject is compared as well). Names of
 # parameters are not compared: FSDP1 compares only their order and shapes, and ranks that ignore different numbers of
@@ -67,6 +68,37 @@ class BackwardPlan(NamedTuple):
     schedule: str
 
 
+class Issued:
+    """The collectives that backwards have issued and that ranks have yet to compare.
+
+    Attributes:
+        gathered, reduced: units in order, as (model, unit).
+        without_sync: the different orders of gathers in earlier backwards under `no_sync()`; carried: a number for all
+            of these, in order.
+    """
+
+    def __init__(self) -> None:
+        self.gathered: list[tuple[str, int]] = []
+        self.reduced: list[tuple[str, int]] = []
+        self.without_sync: dict[tuple[tuple[str, int], ...], None] = {}
+        self.carried = 0
+
+    def carry_over(self) -> None:
+        """A backward under `no_sync()` has ended: its gathers are compared at the end of the next one that reduces."""
+        if self.gathered:
+            gathered = tuple(self.gathered)
+            self.without_sync[gathered] = None
+            self.carried = hash63(f"{self.carried} {gathered}")
+            self.gathered.clear()
+
+    def clear(self) -> None:
+        """They were compared, or their backward was abandoned."""
+        self.gathered.clear()
+        self.reduced.clear()
+        self.without_sync.clear()
+        self.carried = 0
+
+
 def bits_of(flags: Iterable[bool]) -> int:
     """A number with a bit for each flag, the lowest first."""
     return sum(flag << position for position, flag in enumerate(flags))
@@ -81,15 +113,14 @@ class Peers:
         stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
             code that does so.
         forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
-        in_turns: what backwards of all models over one process group have issued since ranks compared it, as (model,
-            verb, unit); None while there is no other model.
+        issued: the collectives of backwards, of all models over one process group.
         scope: the name of this model, the same on all ranks.
     """
 
-    in_turns: list[tuple[str, str, int]] | None = None
     scope = ""
 
     def __init__(self) -> None:
+        self.issued = Issued()
         self.stepped = self.loaded = self.forwards_are_local = False
         self._alone = True
 
@@ -147,19 +178,21 @@ class Peers:
         same parameters. `plan`: equal for backwards that are equal on this rank; `describe` is called for a new one.
         `reduces`: whether it brings gradients, and any unit reduces them."""
 
-    def check_issued(self, gathered: Sequence[int], reduced: Sequence[int], lacking: int) -> int:
-        """Check, after a backward that reduces, that all ranks have issued the collectives of these units. `lacking`: a
-        bit for each parameter of which this rank has no gradient; returns those of which no rank has one, as far as it
-        is known: the gradients of others are zeros there."""
+    def check_issued(self, lacking: int) -> int:
+        """Check, after a backward that reduces, that all ranks have issued the same collectives. `lacking`: a bit for
+        each parameter of which this rank has no gradient; returns those of which no rank has one, as far as it is
+        known: the gradients of others are zeros there."""
+        self.issued.clear()
         return lacking if self._alone else 0
 
     def check_unforeseen(self) -> None:
         """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that
         one came to all. Not collective."""
 
-    def check_gathered(self, gathered: Sequence[int]) -> None:
-        """Check, after a backward that brought no gradients, that these units were gathered on all ranks. Not
+    def check_gathered(self) -> None:
+        """Check, after a backward that brought no gradients, that all ranks have gathered the same units. Not
         collective, since some ranks may wait for a gather."""
+        self.issued.clear()
 
     # -- between iterations ------------------------------------------------------------------------------------------
 
@@ -198,6 +231,7 @@ class Peers:
 
     def publish_abandoned(self, error: BaseException | None) -> None:
         """Notify the others that an exception ended the iteration here, without waiting for them or raising."""
+        self.issued.clear()
 
     def meet_abandoned(self) -> None:
         """If the last iteration was abandoned, wait until all ranks have abandoned it. Not collective."""

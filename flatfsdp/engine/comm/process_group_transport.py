@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..base import _torch
+from ..base.overrides import is_memoryless
 from ..base.wait_limits import blocked
-from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
 from .axes import Axis

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from ...api import MixedPrecision
 from ..base import _torch
-from ..base.overrides import Override
+from ..base.overrides import Override, is_memoryless
 from ..base.wait_limits import blocked
-from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
 from .axes import Axis

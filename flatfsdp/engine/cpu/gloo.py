@@ -27,13 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.overrides import is_memoryless
 from ..base.wait_limits import blocked
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
 from ..comm.pieces import Row, add_up, copy, copy_apart, cut, rows_of
 from ..comm.process_group_transport import ProcessGroupTransport, Several, as_bytes
 from ..comm.tensor_lists import TensorList
-from ..device.fake_tensors import is_memoryless
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
 from .collectives import SharedMemoryExchange, SimulatedSharedMemory, waits_early_if_large

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ...api import check_bool
-from ..base.overrides import Override
+from ..base.overrides import Override, is_memoryless
 from ..base.per_group import for_group, known_for_group
 from ..comm.axes import Axis, only_reduces
-from ..device.fake_tensors import is_memoryless
 from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
 from .collectives import LARGE, choose_early_waits, is_waited_for_early

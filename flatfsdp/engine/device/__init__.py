@@ -1,4 +1,4 @@
-"""One device: streams and work in flight, resizable memory, tensors without memory, and the tracking of bytes.
+"""One device: streams and work in flight, resizable memory, and the tracking of bytes.
 
 Imports `base`, and flatfsdp's errors.
 """

@@ -18,6 +18,7 @@ waits. Nothing else is repeated, least of all a collective.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import weakref
 from collections import defaultdict
@@ -29,7 +30,6 @@ import torch
 from ...errors import InternalError, UsageError, warn_once
 from ..base import _torch
 from ..base.overrides import Override
-from .huge_pages import LEAST, adviser_for
 from .streams import Device, Stream
 
 
@@ -40,9 +40,14 @@ class MemoryTracker:
     allocated), `slots` (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units),
     `quantized` (encoded parameters and gradients), `residual` (quantization errors), `reduced` (gradient shards before
     they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of persistent parameters).
+
+    Attributes:
+        advise: called with a flat buffer or a result of a reduction whose memory was just allocated.
+        advised_from: bytes of the smallest one it is called with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, advise: Callable[[torch.Tensor], object] = id, advised_from: float = math.inf) -> None:
+        self.advise, self.advised_from = advise, advised_from
         self.live: dict[str, int] = defaultdict(int)
         self._peaks: dict[str, int] = defaultdict(int)
         self.total = self.peak_total = 0  # live bytes of all kinds
@@ -110,9 +115,6 @@ class FlatBuffer:
         self._bytes = numel * self.tensor.element_size()
         self._tracker = tracker
         self._kind = self._usual_kind = kind
-        # Not for fake tensors of a dry run.
-        is_large = self._bytes >= LEAST and type(self.tensor) is torch.Tensor
-        self._advise = adviser_for(device, self._bytes) if is_large else None
         self._shaped = False  # whether the tensor has its elements, allocated or not
         self.allocated = False
 
@@ -134,12 +136,12 @@ class FlatBuffer:
         except RuntimeError:
             self._check_that_it_stays()
             self._tracker.remove(self._kind, self._bytes)  # counted already: the memory was never freed
-        if self._advise is not None:
-            self._advise(self._storage.data_ptr(), self._bytes)
         if not self._shaped:
             # The stubs of torch lack the overload for untyped storages.
             self.tensor.set_(self._storage, 0, (self._numel,))  # type: ignore[call-overload]
             self._shaped = True
+        if self._bytes >= self._tracker.advised_from:
+            self._tracker.advise(self.tensor)
         self.allocated = True
         self._tracker.add(self._kind, self._bytes)
         if _poisoned.value and self.tensor.is_floating_point():

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..base.overrides import Override
+from ..base.overrides import Override, is_memoryless
 from ..base.wait_limits import blocking, issued
-from .fake_tensors import is_memoryless
 
 
 class Work(Protocol):
@@ -233,14 +232,6 @@ def accelerator(index: int | None = None) -> torch.device | None:
     if kind is None:
         return None
     return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
-
-
-def concrete(device: torch.device) -> torch.device:
-    """`device` as the `device` of tensors shows it: a CPU without index, an accelerator with one (of the current)."""
-    if device.type == "cpu":
-        return torch.device("cpu")
-    current = accelerator() if device.index is None else None
-    return current if current is not None and current.type == device.type else device
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
+from ..base.overrides import is_memoryless
 from ..base.plain_data import decode, encode, gathered
 from ..comm.transport import Transport
-from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _dtensor, _torch
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 from ..flat.apart_face import ApartFace
 from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_own_grad
 from ..flat.layout_views import ShardViews

@@ -19,9 +19,9 @@ from ..config.arguments import member
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED
+from ..models.rest import check_outside, free_unit, quiesce, reshard
+from ..models.walks import ignored_in
 from ..runtime.model import model_of
-from ..runtime.module_tree import ignored_in
-from ..runtime.rest import check_outside, free_unit, quiesce, reshard
 from ..runtime.unit import Unit
 from ..state.dcp_state_dict import register_wrappers
 from .schedule_api import check_prefetches_on_request

@@ -11,9 +11,8 @@ from torch import nn
 
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
-from ..runtime.model import check_outermost
-from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, may_list_leaves, quiesce
+from ..models.rest import check_outermost, check_outside, may_list_leaves, quiesce
+from ..models.walks import units_in
 from ..runtime.unit import Unit
 
 

@@ -19,10 +19,11 @@ from ..features.comm_hook import all_reduce_hook
 from ..features.persistent_params import keep_frozen
 from ..features.post_forward import attach_post_forward_shards
 from ..flat.states import IDLE, SUMMONED
-from ..runtime import rest
+from ..models import rest
+from ..models.rest import check_outside
+from ..models.walks import units_in
 from ..runtime.model import model_of
-from ..runtime.module_tree import units_at, units_in
-from ..runtime.rest import check_outside
+from ..runtime.module_tree import units_at
 from ..runtime.unit import Unit
 from .gradients_api import GradientControls
 

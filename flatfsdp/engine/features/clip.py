@@ -30,10 +30,10 @@ from ..base._dtensor import is_dtensor
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import SUMMONED
-from ..runtime import param_registry as registry
+from ..models import param_registry as registry
+from ..models.rest import before_norm, models_of, open_windows, reduce_left
+from ..models.spread import norm_axes, part_axes
 from ..runtime.model import Model
-from ..runtime.part_axes import part_axes
-from ..runtime.rest import before_norm, models_of, open_windows, reduce_left
 from ..runtime.unit import Unit
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
@@ -95,7 +95,8 @@ class _Gradients(NamedTuple):
         """The gradients of the `chosen` parameters, by their ids, in units of `models` or outside of them."""
         found = cls({}, [], set(), set())
         managed: set[int] = set()
-        for unit, axes_of in [(unit, model.setup.norm_axes) for model in models for unit in model.units]:
+        spread = [(unit, axes) for model in models for axes in [norm_axes(model.setup.units)] for unit in model.units]
+        for unit, axes_of in spread:
             for kind, handle in enumerate(unit.handles):
                 managed.update(map(id, handle.parameters))
                 found.summed.add(handle.precision.grad)
@@ -221,12 +222,13 @@ def _collective_call(models: Iterable[Model], chosen: Set[int], call: str) -> It
                     "their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
                     "no_step() of the OptimizerInBackward, or clip each gradient by value, in a post-accumulate hook"
                 )
-            if any(window.is_stepped_by(chosen) for window in open_windows(model)):
-                raise UsageError(
-                    f"{call}: the gradients were accumulated under no_sync(), and no backward has reduced them, so "
-                    ".grad shows parts of this rank's own sums. Run the last backward outside of no_sync(), under "
-                    "fully_shard after set_requires_gradient_sync(True), and make this call after it"
-                )
+            for window in open_windows(model):
+                if window.is_stepped_by(chosen):
+                    raise UsageError(
+                        f"{call}: the gradients were accumulated under no_sync(), and no backward has reduced them, so "
+                        ".grad shows parts of this rank's own sums. Run the last backward outside of no_sync(), under "
+                        "fully_shard after set_requires_gradient_sync(True), and make this call after it"
+                    )
             calls.enter_context(model.agreement.collective_call(f"{call}()"))
         yield
 
@@ -250,7 +252,7 @@ def _norm_of(
 def _scale(grads: Iterable[torch.Tensor], by: torch.Tensor) -> None:
     """Multiply `grads` by the scalar `by`, which is copied once to each device."""
     together, others = _by_device(grads)
-    scales = {device: by.to(device) for device in {*together, *(grad.device for grad in others)}}
+    scales = {device: by.to(device) for device in {*together, *map(attrgetter("device"), others)}}
     for device, each in together.items():
         _torch.foreach_mul_(each, scales[device])
     for grad in others:

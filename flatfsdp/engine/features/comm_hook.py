@@ -30,8 +30,7 @@ from ..comm.transport import Reducer, Transport
 from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream, Work
-from ..runtime.model import check_outermost
-from ..runtime.rest import check_outside, quiesce
+from ..models.rest import check_outermost, check_outside, quiesce
 from ..runtime.unit import Unit
 
 _TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"

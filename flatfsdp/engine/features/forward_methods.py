@@ -15,11 +15,11 @@ from torch import nn
 from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
 from ..flat.param_refs import ParamRef, refuse_functional_call
 from ..flat.states import IDLE
-from ..runtime import param_registry as registry
+from ..models import param_registry as registry
+from ..models.walks import units_in
 from ..runtime.entries import plain_class
 from ..runtime.forward_driver import ForwardDriver
 from ..runtime.model import model_of
-from ..runtime.module_tree import units_in
 from ..runtime.unit import Unit
 from ..watchdog import process_exit
 

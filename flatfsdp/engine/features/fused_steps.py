@@ -29,11 +29,11 @@ from torch.profiler import record_function
 from ...api import check_bool
 from ...errors import UsageError, refuse_type
 from ..base import _dtensor, _torch
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import Span
-from ..runtime import param_registry as registry
+from ..models import param_registry as registry
 from ..state.optim.optimizer_clone import clone_over
 
 ELEMENTWISE = frozenset(

@@ -22,8 +22,8 @@ from ..base import _torch
 from ..base._functorch import levels_of
 from ..base.events import Observer
 from ..base.nested_tensors import tensors_in
-from ..runtime.model import Model, outermost_model
-from ..runtime.rest import check_outside
+from ..models.rest import check_outside, outermost_model
+from ..runtime.model import Model
 from ..runtime.unit import Unit
 
 PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # kinds of values, in the order of a step

@@ -26,9 +26,9 @@ from ..base.events import Observer
 from ..flat.states import STEPPED
 from ..flat.views import SHOWS_SHARD
 from ..guards.optimizer_hooks import check_parameters, compare_at_first_step, engine_steps
+from ..models.rest import check_outside, outermost_model
 from ..runtime.finish import Finished, Finisher
-from ..runtime.model import Model, outermost_model
-from ..runtime.rest import check_outside
+from ..runtime.model import Model
 from ..runtime.unit import Unit
 from ..runtime.user_hooks import run_user_hooks
 from ..state.optim.descriptions import alike

@@ -8,9 +8,10 @@ from ...api import check_bool
 from ...errors import ConfigValueError, refuse_type
 from ..config.schedule_options import Branch
 from ..config.unit_options import NO_TARGETS, PrefetchTargets
+from ..models.rest import check_outside
+from ..models.walks import units_in
 from ..runtime.model import model_of
-from ..runtime.module_tree import nesting, units_in
-from ..runtime.rest import check_outside
+from ..runtime.module_tree import nesting
 from ..runtime.unit import Unit
 from .conditional_units import attach_conditional_units
 

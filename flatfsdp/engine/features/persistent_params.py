@@ -30,10 +30,10 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.sources import DEVICE, HOST, KeptSource, ParamPersistence, UnshardedParam
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD
+from ..models.rest import check_outside, collective_call, evict, free_at_once, free_unsharded, models_of, quiesce
+from ..models.walks import units_in
 from ..runtime.model import Model, model_of
-from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, collective_call, free_at_once, free_unsharded, models_of, quiesce
-from ..runtime.unit import Unit, evict
+from ..runtime.unit import Unit
 from ..runtime.user_writes import is_compared
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..flat.write_tracker import FlatParameter
-from ..runtime.param_registry import owner_of
+from ..models.param_registry import owner_of
 
 MODULE, NAME = "torch.distributed.pipelining.stage", "stage_backward_input"
 

@@ -19,9 +19,9 @@ from torch import nn
 from ...api import check_bool
 from ...errors import AgreementError, ConfigValueError, UsageError, ranks_in_words, refuse_type
 from ..agreement.agreement import agreement_of
+from ..models.rest import check_outside, models_of, quiesce
+from ..models.walks import units_in
 from ..runtime.model import Model
-from ..runtime.module_tree import units_in
-from ..runtime.rest import check_outside, models_of, quiesce
 
 T = TypeVar("T")
 

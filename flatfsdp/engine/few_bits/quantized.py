@@ -43,10 +43,10 @@ import torch
 
 from ...api import MixedPrecision
 from ..base import _torch
+from ..base.overrides import is_memoryless
 from ..comm.axes import ProcessGroups
 from ..comm.process_group_transport import ProcessGroupTransport, real
 from ..comm.transport import Encoding, Reducer, Transport
-from ..device.fake_tensors import is_memoryless
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
 from .block_codec import BlockCodec, codecs

@@ -20,7 +20,6 @@ import torch
 
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer
-from ..device.huge_pages import LEAST, advise_tensor
 from ..device.memory import FlatBuffer, MemoryTracker, free_held
 from ..device.streams import DONE, PendingWork, Stream, Work
 from .flat_param import FlatParamHandle
@@ -194,8 +193,9 @@ class Reduction:
                 part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         else:
             first.result = self._result
-        if self._result.nbytes >= LEAST and self._result is not full:
-            advise_tensor(self._result)
+        tracker = first.handle.tracker
+        if self._result.nbytes >= tracker.advised_from and self._result is not full:
+            tracker.advise(self._result)
         for part in parts:  # before anything can fail: allocated results are found and discarded through their parts
             part.reduction = self
             part.bytes = 0 if part.in_place else part.result.nbytes

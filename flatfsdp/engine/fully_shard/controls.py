@@ -11,8 +11,7 @@ from torch import nn
 from ...api import check_bool, check_number
 from ...errors import ConfigValueError, UsageError, refuse_type, warn
 from ..facade.schedule_api import ScheduleControls
-from ..runtime.model import check_outermost
-from ..runtime.rest import check_outside, quiesce
+from ..models.rest import check_outermost, check_outside, quiesce
 from ..runtime.unit import Unit
 
 

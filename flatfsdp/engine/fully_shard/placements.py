@@ -18,7 +18,7 @@ from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
 from ..flat.layout_views import stored_in_order
 from ..layout.layout import stride_by_rows
-from ..runtime.param_registry import owner_of
+from ..models.param_registry import owner_of
 from .meshes import ChosenMesh
 
 ARGUMENT = "shard_placement_fn"

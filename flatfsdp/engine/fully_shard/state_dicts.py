@@ -10,8 +10,8 @@ from torch import nn
 from ..dtensor.holder_classes import mark
 from ..flat.param_guard import handle_and_index_of
 from ..flat.states import SUMMONED
-from ..runtime.param_registry import unit_around
-from ..runtime.rest import check_idle, quiesce
+from ..models.param_registry import unit_around
+from ..models.rest import check_idle, quiesce
 from ..runtime.unit import Unit
 
 

@@ -22,9 +22,9 @@ from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.gradient_slots import Accumulation
-from ..runtime import param_registry as registry
+from ..models import param_registry as registry
+from ..models.rest import before_step, open_windows
 from ..runtime.model import Model
-from ..runtime.rest import before_step, open_windows
 from .optimizer_options import compare_options, is_compared
 from .setup_checks import check_registered
 

@@ -21,8 +21,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ...errors import UsageError
+from ..models.param_registry import owner_of, unit_around
 from ..runtime.entries import plain_class
-from ..runtime.param_registry import owner_of, unit_around
 
 _SUFFIX = "_orig"
 _installed = False

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base.events import Observer
-from ..runtime.module_tree import unmanaged_parameters
+from ..models.walks import unmanaged_parameters
 from ..runtime.unit import Unit
 from .enclosing_ddp import check_enclosing
 from .late_ties import follow_ties

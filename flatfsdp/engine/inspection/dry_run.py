@@ -14,8 +14,8 @@ from ...errors import ConfigValueError, UsageError, rank_kept
 from ..base import _torch
 from ..comm import transport as comm
 from ..comm.axes import served_as
-from ..device.fake_tensors import without_memory
 from ..device.streams import standing_in
+from ..features.fake_tensors import without_memory
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ...errors import ConfigValueError, UsageError
 from ..base._dtensor import local_bytes
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 from ..features.optimizer_in_backward import OptimizerInBackward
-from ..runtime.model import outermost_model
+from ..models.rest import outermost_model
 from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
 from .summary import UnitSummary, stats, units_in_order

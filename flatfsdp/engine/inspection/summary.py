@@ -18,9 +18,9 @@ from ..cpu.groups import waits_early
 from ..features.persistent_params import persistence_of
 from ..few_bits.quantized import RESIDUAL, residual_numels
 from ..flat.flat_param import FlatParamHandle
+from ..models.rest import models_of
 from ..runtime.model import Model
 from ..runtime.model_facts import steppable_of
-from ..runtime.rest import models_of
 from ..runtime.unit import Unit
 
 

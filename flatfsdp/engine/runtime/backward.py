@@ -2,7 +2,8 @@
 
 [Note: issued alike] Collectives of two ranks are matched by their order alone: if ranks issue those of different units
 with equal sizes, there is no error. So ranks also compare this order at the end of a backward: a rank whose backward is
-new to it raises before any gradient becomes `.grad`, a rank that repeats an earlier one raises in its next call.
+new to it raises before any gradient becomes `.grad`, a rank that repeats an earlier one raises in its next call. What
+backwards under `no_sync()` have gathered is compared at the end of the next one that reduces.
 
 [Note: backwards without gradients] A backward as of `torch.autograd.grad` brings no gradient of a parameter and reduces
 nothing. This is part of the plan that ranks compare when it begins. The graph task shows which gradients it accumulates
@@ -193,7 +194,6 @@ class Backward:
         self._rules = rules
         self._coalescer = coalescer
         self.task = _torch.graph_task()
-        self.gathered: list[int] = []
         self.reduced: list[Unit] = []
         self.collecting: int | None = None
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
@@ -249,13 +249,10 @@ class Backward:
                 if verb == "gather" or verb == "ahead":
                     if len(units) > 1:
                         units = self._coalescer.launch_coalesced(units, ahead=verb == "ahead")
-                        self.gathered += [unit.place.index for unit in units]
-                    elif units[0].launch_unshard(ahead=verb == "ahead"):
-                        self.gathered.append(units[0].place.index)
-                    else:
+                    elif not units[0].launch_unshard(ahead=verb == "ahead"):
                         continue
-                    if (in_turns := self.agreement.in_turns) is not None:
-                        in_turns += [(self.agreement.scope, "gather", unit.place.index) for unit in units]
+                    for unit in units:
+                        self.agreement.issued.gathered.append((self.agreement.scope, unit.place.index))
                 elif verb == "close":
                     units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "reduce":
@@ -269,8 +266,8 @@ class Backward:
                     issued = self._coalescer.reduce(units)
                     self._in_flight = newer, InFlightReductions(units, issued, any(map(_ADVANCES_IN_WAITS, issued)))
                     self.reduced += units
-                    if (in_turns := self.agreement.in_turns) is not None:
-                        in_turns += [(self.agreement.scope, "reduce", unit.place.index) for unit in units]
+                    for unit in units:
+                        self.agreement.issued.reduced.append((self.agreement.scope, unit.place.index))
                     if self.finisher.acts_early:
                         self._finish_early(older)  # overlaps with the reduction just issued
                 elif verb == "end turn" or verb == "last turn":
@@ -425,9 +422,11 @@ class Backward:
                 for grads in unit.grads:
                     grads.keep_in_window()
         elif any(unit.resolved.reshards_after_forward for unit in self.schedule.clock.sequence):
-            self.agreement.check_gathered(self.gathered)
+            self.agreement.check_gathered()
         if self.sync and self.reduced:  # on all ranks, or on none
             self._end_reductions()
+        else:
+            self.agreement.issued.carry_over()
 
     def _end_reductions(self) -> None:
         """Check that all ranks have issued the same collectives, and set no `.grad` for parameters of which no rank has
@@ -439,10 +438,6 @@ class Backward:
                     lacking[unit] = lacking_in(unit)
                 elif grads.absent:  # in a backward that was differentiated by this one
                     grads.absent = frozenset()
-        absent = self.agreement.check_issued(
-            self.gathered,
-            [unit.place.index for unit in self.reduced],
-            functools.reduce(operator.or_, lacking.values(), 0),
-        )
+        absent = self.agreement.check_issued(functools.reduce(operator.or_, lacking.values(), 0))
         for unit in lacking:
             leave_out(unit, absent)

@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...errors import UsageError, refuse_type
 from ..base.events import Observers
 from ..base.peers import Peers
 from .backward_hooks import BackwardHooks
@@ -27,7 +25,6 @@ from .forward_driver import ForwardDriver
 from .grad_accumulators import GradAccumulators
 from .iteration import Iteration
 from .model_facts import steppable_of
-from .module_tree import units_at
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
@@ -127,28 +124,3 @@ def model_of(unit: Unit) -> Model:
     if model is None:
         refuse_without_model(unit)
     return model
-
-
-def check_outermost(unit: Unit, call: str) -> Model:
-    """The model of `unit`; raises UsageError for a `call` on any but the outermost unit."""
-    model = model_of(unit)
-    if model.outermost is not unit:
-        kind = "module of fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel module"
-        raise UsageError(
-            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost {kind} "
-            f"({model.outermost.entries.class_name})"
-        )
-    return model
-
-
-def outermost_model(wrapper: object, function: str) -> Model:
-    """The model of `wrapper`, which was passed to `function` as the outermost one.
-
-    Raises:
-        ConfigTypeError: it is no wrapper.
-        UsageError: it is a nested one.
-    """
-    units = units_at(wrapper) if isinstance(wrapper, nn.Module) else []
-    if not units:
-        refuse_type(f"{function}: model", wrapper, "the outermost FullyShardedDataParallel module of a model")
-    return check_outermost(units[0], f"{function}()")

@@ -16,7 +16,6 @@ from ..base.peers import BackwardPlan, Fact, UnitEntry, bits_of
 from ..comm.axes import extent_of
 from ..comm.transport import Transport
 from ..flat.faces import fact_of
-from .part_axes import all_part_axes, each_once
 from .unit import Unit
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -24,16 +23,19 @@ _requires_grad = operator.attrgetter("requires_grad")
 Flags = tuple[tuple[bool, ...], ...]  # of the leaves of a unit, by handle
 
 
+def each_once(axes: Iterable[Transport]) -> list[Transport]:
+    """The first of `axes` over each process group."""
+    found: dict[int, Transport] = {}
+    for axis in axes:
+        found.setdefault(id(axis.group.process_group), axis)
+    return list(found.values())
+
+
 def own_axes(units: Sequence[Unit]) -> list[Transport]:
     """The axes over which `units` are gathered and reduced, each once."""
     found = [transports for unit in reversed(units) for transports in unit.axes.transports.values()]
     axes = [each for transports in found for each in (transports.scatter, transports.replicate)]
     return each_once(axis for axis in axes if axis is not None and axis.group.size > 1)
-
-
-def axes_of(units: Sequence[Unit]) -> list[Transport]:
-    """The axes over which the model of `units` is spread, those of parts of parameters included, each once."""
-    return [*own_axes(units), *all_part_axes(units)]
 
 
 def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int) -> list[Fact]:

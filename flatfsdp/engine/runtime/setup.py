@@ -14,12 +14,10 @@ from ..base.events import Observers
 from ..base.peers import Checksums, Peers
 from ..comm.axes import ProcessGroups, extent_of, groups_in_words
 from ..comm.transport import Transport
-from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import ParamRef
 from . import fast_paths
-from .apart import axes_of_norms
 from .coalesced_collectives import Coalescer
-from .model_facts import axes_of, describe, names_in, names_of_leaves, unit_entries
+from .model_facts import describe, names_in, names_of_leaves, own_axes, unit_entries
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
@@ -38,6 +36,7 @@ class Setup:
         placed: whether the devices of all tensors were verified after the last `.to()`.
         version: of the options; caches of values that depend on them compare it.
         words_of_choices: the cached `description`; None after a change.
+        axes_of: returns the axes over which units are spread, where more than their own attached from outside.
         checksums: returns those of the initial values of units, if they are to be compared; attached from outside.
     """
 
@@ -51,6 +50,7 @@ class Setup:
     ready: bool = False
     placed: bool = False
     version: int = 0
+    axes_of: Callable[[Sequence[Unit]], list[Transport]] = own_axes
     checksums: Callable[[], Checksums] = list
     words_of_choices: str | None = None
 
@@ -97,7 +97,7 @@ class Setup:
         if training:
             self.write_back(units)  # a tensor that a user assigned instead of a parameter is no initial value
         self.agreement.connect(
-            axes_of(units),
+            self.axes_of(units),
             unit_entries(units),
             names_in(units),
             sharded=any(unit.axes.is_spread for unit in units),
@@ -122,12 +122,6 @@ class Setup:
             observe(self.units, self.resources.device.device)
         self.coalescer.measure(self.units)
         self.placed = True
-
-    @functools.cached_property
-    def norm_axes(self) -> dict[FlatParamHandle, list[Transport]]:
-        """The axes over which norms are summed, for handles that only some ranks share. Precondition: `ready`. [Note:
-        parameters apart]"""
-        return axes_of_norms(self.units, axes_of(self.units))
 
     def connect(self, unit: Unit) -> None:
         """Give `unit` its transports."""

@@ -360,20 +360,6 @@ def follow_requires_grad(units: Iterable[Unit]) -> None:
                 handle.face.follow_requires_grad()
 
 
-def evict(unit: Unit, *kinds: int) -> None:
-    """Free the kept parameters of these `kinds` of `unit`, or of all. Those that a backward may read are freed after
-    it. The next forward gathers them."""
-    for kind in kinds or range(len(unit.handles)):
-        handle, views, _ = unit.kinds[kind]
-        if handle.kept_source is not None and not handle.kept_source.as_of_forward:
-            handle.drop_kept_source()
-        if handle.persistence is DEVICE and handle.state is UNSHARDED:
-            if views.mode is SHOWS_SHARD:
-                unit.resources.free(handle)
-            else:
-                handle.persistence = None
-
-
 def refuse_without_model(unit: Unit) -> NoReturn:
     """Refuse to use `unit`, whose model was deleted."""
     raise UsageError(

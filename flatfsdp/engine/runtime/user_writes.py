@@ -21,16 +21,15 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from ..base import _torch
+from ..base.overrides import is_memoryless
 from ..base.peers import Peers
-from ..device.fake_tensors import is_memoryless
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
 from ..flat.placeholder import Placeholder
-from ..flat.sources import DEVICE
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_places, check_requested
-from .unit import Unit, evict
+from .unit import Unit
 
 
 def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: bool) -> bool:
@@ -164,32 +163,6 @@ def follow_other_ranks(units: Iterable[Unit], agreement: Peers) -> None:
             unit.reshard(SHOWS_SHARD)
     for unit in kept:
         unit.kept.end_choice()
-
-
-def follow_before_request(unit: Unit, agreement: Peers, *, at_rest: bool) -> None:
-    """`follow_other_ranks` when a user requests `unit`, and the same for its parameters that stay on the device."""
-    stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
-    if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
-        stays = []
-    shows = at_rest or unit.shows_shard  # else a computation has used it since
-    if agreement.forwards_are_local or not shows or not (unit.kept.by_choice or stays):
-        return
-    with agreement.waiting(f"unshard() of unit {unit.label}"):
-        follow_other_ranks((unit,), agreement)
-        if stays and agreement.any_rank(any([handle.state is SHARDED for handle in stays])):
-            evict(unit)
-
-
-def begin_request(unit: Unit, *, at_rest: bool) -> None:
-    """A user is about to unshard `unit`: record the versions, and copies if needed, of its shards."""
-    unit.kept.versions = [handle.writes.all for handle in unit.handles]
-    unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
-    compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
-    if compares and any([handle.face.is_distributed for handle in unit.handles]):
-        shards = [(handle.shard.detach(), handle.has_memory) for handle in unit.handles]
-        unit.kept.shards = [shard.clone() if has_memory else shard for shard, has_memory in shards]
-    elif unit.kept.shards:
-        unit.kept.shards.clear()
 
 
 def retire_request(unit: Unit, *, written: bool) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from ...api import HYBRIDS
 from ..base.fqns import WRAPPED, clean, fqn
 from ..flat.write_tracker import FlatParameter
-from ..runtime.module_tree import units_in
+from ..models.walks import units_in
 from .named_param import params_of
 
 MODULE = "torch.distributed.checkpoint.state_dict"

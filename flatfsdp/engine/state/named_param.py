@@ -14,7 +14,7 @@ from ..base.fqns import clean, fqn
 from ..comm.axes import ProcessGroups
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import ParamSpec, Span
-from ..runtime.module_tree import units_in
+from ..models.walks import units_in
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval, RemoteElements
 from .parts import transformed_of

@@ -16,9 +16,8 @@ from ..base.wait_limits import blocked
 from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from ..layout.part import Part
-from ..runtime.model_facts import axes_of
-from ..runtime.part_axes import all_part_axes, beside, each_once
-from ..runtime.rest import models_of
+from ..models.rest import models_of
+from ..models.spread import all_part_axes, axes_of, beside, each_once
 from ..runtime.unit import Unit
 from ..transforms.extensions import TransformedParam, transformed_in
 from .owned_interval import block_of

@@ -20,8 +20,8 @@ from ...errors import AgreementError, ConfigValueError, UsageError, few, logger,
 from ...wrap import ModuleWrapPolicy, described
 from ..agreement.process_groups import resolve_groups
 from ..config.arguments import as_fsdp1, check_argument_names, check_arguments, has_forward
-from ..runtime.module_tree import ignored_of
-from ..runtime.param_registry import disown
+from ..models.param_registry import disown
+from ..models.walks import ignored_of
 from ..runtime.unit import Unit
 from ..state.full_params import unwrap
 from .init_sync import agree_to_undo, meeting_axes

@@ -20,12 +20,13 @@ from ...errors import UsageError, warn
 from ..agreement.agreement import Agreement
 from ..agreement.checksums import InitialChecksums
 from ..agreement.process_groups import plan_groups, resolve_groups
+from ..base.overrides import is_memoryless
 from ..config.arguments import check_shardable
 from ..config.precision import resolve
 from ..config.schedule_options import AS_BUILT, Schedule, reshard_choices
 from ..config.strategy import traits
 from ..config.unit_options import UnitOptions
-from ..device.fake_tensors import is_memoryless
+from ..cpu.huge_pages import tracker_for
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..dtensor.data_mesh import DataMesh, DataMeshes
@@ -51,14 +52,16 @@ from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
 from ..layout.part import Part
+from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
+from ..models.rest import wait_for_gradients
+from ..models.spread import axes_of
+from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..runtime import fast_paths
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import own_pieces
-from ..runtime.module_tree import ignore, ignored_of, leaves_of, modules_of, param_refs_of, put_at_rest, units_in
-from ..runtime.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
+from ..runtime.module_tree import put_at_rest
 from ..runtime.resources import ModelSettings, Resources
-from ..runtime.rest import wait_for_gradients
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from ..state.model.submodules import watch
@@ -128,8 +131,8 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     """
     device = compute_device(module, config)
     meshes = front.meshes(config, device)
-    axes_of = {mesh: meeting_axes(mesh.groups, Device(device)) for mesh in meshes.all if config.sync_module_states}
-    axes = [axis for each in axes_of.values() for axis in each]
+    meeting = {mesh: meeting_axes(mesh.groups, Device(device)) for mesh in meshes.all if config.sync_module_states}
+    axes = [axis for each in meeting.values() for axis in each]
     nested = units_in(module)
     with reporting_failure(axes):
         _check_new(module, nested, front)
@@ -148,8 +151,8 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         if not users:
             _check_plain(param_refs, transforms)
         move_buffers(modules, device)
-    synchronize(module, modules, leaves_of(param_refs), axes, lambda tensor: axes_of[meshes.of(tensor)])
-    tracker = MemoryTracker()
+    synchronize(module, modules, leaves_of(param_refs), axes, lambda tensor: meeting[meshes.of(tensor)])
+    tracker = tracker_for(device)
     handles, param_refs, transformed, initial_checksums = _shard(
         param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config), front.orders
     )
@@ -376,6 +379,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
             agreement.member.count(axis, unit.entries.class_name)
             break
     model = Model(unit, resources, settings, agreement)
+    model.setup.axes_of = axes_of
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
     check_values_of(model, nested)

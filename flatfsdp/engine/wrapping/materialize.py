@@ -19,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError, label_of
+from ..base.overrides import is_memoryless
 from ..comm.axes import serves
-from ..device.fake_tensors import is_memoryless, stand_in
-from ..device.streams import accelerator, concrete
+from ..device.streams import accelerator
 from ..dtensor.gather_hooks import has_gather_hooks, rebuilt
+from ..features.fake_tensors import stand_in
 from ..runtime.unit import Unit
 
 _META = torch.device("meta")
@@ -235,7 +236,7 @@ def compute_device(module: nn.Module, config: Config) -> torch.device:
     if is_memoryless():
         return torch.device("cpu")
     if isinstance(config.device_id, torch.device):
-        named, here = concrete(config.device_id), accelerator()
+        named, here = _concrete(config.device_id), accelerator()
         if named.type != "cpu" and (here is None or named.type != here.type):
             found = f"the accelerator here is {here}" if here is not None else "this machine has no accelerator"
             raise ConfigValueError(
@@ -257,6 +258,14 @@ def compute_device(module: nn.Module, config: Config) -> torch.device:
     if current is not None and serves(config.process_group, current):
         return current
     return torch.device("cpu")
+
+
+def _concrete(device: torch.device) -> torch.device:
+    """`device` as the `device` of tensors shows it: a CPU without index, an accelerator with one (of the current)."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    current = accelerator() if device.index is None else None
+    return current if current is not None and current.type == device.type else device
 
 
 def move_buffers(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:

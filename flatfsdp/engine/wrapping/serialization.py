@@ -26,18 +26,19 @@ from ..agreement.process_groups import mesh_over, plan_over
 from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
 from ..config.unit_options import PrefetchTargets, UnitOptions
-from ..device.memory import MemoryTracker
+from ..cpu.huge_pages import tracker_for
 from ..dtensor.extended_handle import handle_class
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.param_guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
+from ..models.rest import quiesce
+from ..models.walks import ignore, ignored_in, units_in, units_inside
 from ..runtime.entries import PLAIN_CLASS, Entries, WeakModules
 from ..runtime.model import model_of
-from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_in, units_inside
+from ..runtime.module_tree import put_at_rest
 from ..runtime.resources import ModelSettings
-from ..runtime.rest import quiesce
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
 from ..transforms.extensions import Transform, TransformedParam, as_transform, transformed_in
@@ -176,7 +177,7 @@ def _build(plans: Sequence[UnitPlan], lists: Lists) -> list[Unit]:
 
 
 def _unit_of(plan: UnitPlan) -> Unit:
-    tracker, handles = MemoryTracker(), []
+    tracker, handles = tracker_for(plan.settings.device), []
     for settings, leaves in zip(plan.handles, plan.leaves, strict=True):
         made = []
         for leaf, cls, attributes in leaves:

@@ -30,11 +30,11 @@ from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..base._torch import storage_uses
 from ..base.fqns import clean, fqn
-from ..device.fake_tensors import is_memoryless
+from ..base.overrides import is_memoryless
 from ..dtensor.gather_hooks import has_gather_hooks, inner_of
 from ..flat.param_refs import ParamRef, marks_of
-from ..runtime.module_tree import units_in
-from ..runtime.param_registry import owner_of
+from ..models.param_registry import owner_of
+from ..models.walks import units_in
 from ..runtime.unit import Unit
 
 # The memory of one tensor, or of one of the tensors that it is made of: its space (the device, or the storage of a

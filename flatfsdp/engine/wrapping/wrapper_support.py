@@ -14,9 +14,9 @@ from ...errors import UsageError
 from ..base.fqns import WRAPPED
 from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import enlist, places_of, unlist
-from ..runtime.model import Model, check_outermost, model_of
+from ..models.rest import check_outermost, free_unit, quiesce
+from ..runtime.model import Model, model_of
 from ..runtime.module_tree import faced_refs
-from ..runtime.rest import free_unit, quiesce
 from ..runtime.unit import Unit
 
 

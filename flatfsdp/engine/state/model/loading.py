@@ -30,9 +30,9 @@ from ...flat.flat_param import FlatParamHandle
 from ...flat.param_refs import flat_name
 from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
+from ...models.rest import check_idle, collective_call, quiesce
+from ...models.walks import units_in
 from ...runtime.model import model_of
-from ...runtime.module_tree import units_in
-from ...runtime.rest import check_idle, collective_call, quiesce
 from ...runtime.unit import Unit
 from ..consolidate import scatter_from_first, store
 from ..from_rank0 import FromRank0, spread

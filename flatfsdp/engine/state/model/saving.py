@@ -28,8 +28,8 @@ from ...flat.param_refs import flat_name
 from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
-from ...runtime.module_tree import units_in
-from ...runtime.rest import check_idle, collective_call, quiesce, take_over
+from ...models.rest import check_idle, collective_call, quiesce, take_over
+from ...models.walks import units_in
 from ...runtime.unit import Unit
 from ..consolidate import consolidated, is_first
 from ..from_rank0 import shares_buffers, take_buffers

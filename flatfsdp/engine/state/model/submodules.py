@@ -18,8 +18,8 @@ from ...config.state_dict_configs import StateDictType
 from ...flat.param_refs import ParamRef
 from ...flat.placeholder import Placeholder
 from ...flat.states import SUMMONED
-from ...runtime.param_registry import unit_around
-from ...runtime.rest import collective_call
+from ...models.param_registry import unit_around
+from ...models.rest import collective_call
 from ...runtime.unit import Unit
 from ..from_rank0 import shares_buffers, take_buffers
 from .loading import UnitLoad, begin_unit

@@ -21,7 +21,7 @@ from ...config.state_dict_configs import (
     StateDictType,
     settings,
 )
-from ...runtime.module_tree import units_in
+from ...models.walks import units_in
 from ...runtime.unit import Unit
 
 

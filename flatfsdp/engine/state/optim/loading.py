@@ -24,8 +24,8 @@ from ...base.hashing import hash63
 from ...base.plain_data import encode
 from ...comm.transport import Transport
 from ...flat.faces import FlatFace
-from ...runtime.module_tree import units_in
-from ...runtime.rest import collective_call
+from ...models.rest import collective_call
+from ...models.walks import units_in
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter_from_first, store
 from ..from_rank0 import broadcast_value

@@ -31,8 +31,8 @@ from ...comm.axes import Axis
 from ...comm.transport import Transport
 from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
-from ...runtime.module_tree import units_in
-from ...runtime.rest import collective_call, quiesce
+from ...models.rest import collective_call, quiesce
+from ...models.walks import units_in
 from ...runtime.unit import Unit
 from ..consolidate import consolidated
 from ..model.distributed_values import carried

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .streams import Device, pinned_like
+from ..engine.device.streams import Device, pinned_like
 
 
 class HostCopies:

@@ -11,7 +11,7 @@ import torch
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import background
-from flatfsdp.engine.device.host_copies import HostCopies
+from flatfsdp.checkpoint.host_copies import HostCopies
 from tests.harness.fake_device import FakeDevice
 
 pytestmark = pytest.mark.single_process

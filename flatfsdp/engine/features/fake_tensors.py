@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base import _torch
-from ..base.overrides import Override
+from ..base import _torch, overrides
 
 # Operations that write into their first argument: skipped, since fake tensors have no values.
 _WRITING = frozenset(
@@ -23,27 +22,21 @@ _WRITING = frozenset(
     for name in "copy _foreach_copy _foreach_add zero fill add sub mul div lerp addcmul addcdiv sqrt sign".split()
 )
 
-_mode: Override[Any] = Override(None)
-
 
 @contextmanager
 def without_memory() -> Iterator[None]:
     """A context in which new tensors have neither memory nor values, even if computed from tensors that have."""
-    with _mode.being(_kind_of_mode()()), warnings.catch_warnings(), _mode.value:
+    mode = _kind_of_mode()()
+    with overrides.without_memory.being(mode), warnings.catch_warnings(), mode:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-def is_memoryless() -> bool:
-    """Whether the caller is inside `without_memory()`."""
-    return _mode.value is not None
 
 
 def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The fake tensor for `tensor` on `device` inside `without_memory()`: always the same one, which preserves ties."""
     if isinstance(tensor, _torch.fake_tensors().FakeTensor) and tensor.device == device:
         return tensor
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = _mode.value.stand_ins
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = overrides.without_memory.value.stand_ins
     if id(tensor) not in known:
         # Not empty_like, nor shape and dtype in one call: integer tensors would get memory.
         memory = torch.empty(_extent(tensor), dtype=torch.float32, device=device)

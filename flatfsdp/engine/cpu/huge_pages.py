@@ -16,22 +16,24 @@ from pathlib import Path
 
 import torch
 
+from ..device.memory import MemoryTracker
+
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SIZE = 2 * 1024 * 1024  # of a huge page; without effect on machines whose pages are larger than 4 KiB
 LEAST = 2 * SIZE  # bytes of the smallest block for which huge pages are requested; the C library reuses smaller ones
 _ADVICE = 14  # MADV_HUGEPAGE
 
 
-def adviser_for(device: torch.device, size: int) -> Callable[[int, int], object] | None:
-    """The function that requests huge pages for a block of `size` bytes on `device`, to be called with its address and
-    size after each allocation; None if that has no effect."""
-    return advise if size >= LEAST and device.type == "cpu" and _madvise() is not None else None
+def tracker_for(device: torch.device) -> MemoryTracker:
+    """A tracker that has huge pages requested for what it counts on `device`, if that has an effect."""
+    if device.type == "cpu" and _madvise() is not None:
+        return MemoryTracker(_advise_tensor, LEAST)
+    return MemoryTracker()
 
 
-def advise_tensor(made: torch.Tensor) -> None:
-    """Request huge pages for the just allocated memory of a tensor, if it has at least `LEAST` bytes."""
-    if type(made) is torch.Tensor and (advise := adviser_for(made.device, made.nbytes)) is not None:
-        advise(made.data_ptr(), made.nbytes)
+def _advise_tensor(tensor: torch.Tensor) -> None:
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu":  # no fake tensor of a dry run
+        advise(tensor.data_ptr(), tensor.nbytes)
 
 
 def advise(address: int, size: int) -> None:

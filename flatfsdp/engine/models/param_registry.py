@@ -13,8 +13,8 @@ from torch import nn
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import ParamRef
-from .model import Model
-from .unit import Unit
+from ..runtime.model import Model
+from ..runtime.unit import Unit
 
 
 class _Units:

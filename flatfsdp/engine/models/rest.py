@@ -15,18 +15,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
-from ...errors import UsageError
+from ...errors import UsageError, refuse_type
 from ..base import _torch
+from ..base.overrides import is_memoryless
+from ..base.peers import Peers
 from ..flat.gradient_slots import Accumulation
-from ..flat.states import IDLE, SUMMONED
+from ..flat.sources import DEVICE
+from ..flat.states import IDLE, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
+from ..runtime.forward_driver import unshard_at_first_gradient
+from ..runtime.iteration import LEFT_BEHIND, RETAINED
+from ..runtime.model import Model, model_of
+from ..runtime.module_tree import units_at
+from ..runtime.unit import Unit
+from ..runtime.user_writes import check_left_unsharded, follow_other_ranks, is_compared, retire_request
 from . import param_registry as registry
-from .forward_driver import unshard_at_first_gradient
-from .iteration import LEFT_BEHIND, RETAINED
-from .model import Model, model_of
-from .unit import Unit, evict
-from .user_writes import begin_request, check_left_unsharded, follow_before_request, retire_request
 
 
 def check_outside(unit: Unit, method: str) -> None:
@@ -51,6 +56,31 @@ def check_idle(unit: Unit, call: str) -> None:
 def models_of(units: Iterable[Unit]) -> list[Model]:
     """The models that `units` belong to, each once."""
     return list(dict.fromkeys(map(model_of, units)))
+
+
+def check_outermost(unit: Unit, call: str) -> Model:
+    """The model of `unit`; raises UsageError for a `call` on any but the outermost unit."""
+    model = model_of(unit)
+    if model.outermost is not unit:
+        kind = "module of fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel module"
+        raise UsageError(
+            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost {kind} "
+            f"({model.outermost.entries.class_name})"
+        )
+    return model
+
+
+def outermost_model(wrapper: object, function: str) -> Model:
+    """The model of `wrapper`, which was passed to `function` as the outermost one.
+
+    Raises:
+        ConfigTypeError: it is no wrapper.
+        UsageError: it is a nested one.
+    """
+    units = units_at(wrapper) if isinstance(wrapper, nn.Module) else []
+    if not units:
+        refuse_type(f"{function}: model", wrapper, "the outermost FullyShardedDataParallel module of a model")
+    return check_outermost(units[0], f"{function}()")
 
 
 def quiesce(
@@ -106,6 +136,20 @@ def free_unit(unit: Unit) -> None:
     evict(unit)
 
 
+def evict(unit: Unit, *kinds: int) -> None:
+    """Free the kept parameters of these `kinds` of `unit`, or of all. Those that a backward may read are freed after
+    it. The next forward gathers them."""
+    for kind in kinds or range(len(unit.handles)):
+        handle, views, _ = unit.kinds[kind]
+        if handle.kept_source is not None and not handle.kept_source.as_of_forward:
+            handle.drop_kept_source()
+        if handle.persistence is DEVICE and handle.state is UNSHARDED:
+            if views.mode is SHOWS_SHARD:
+                unit.resources.free(handle)
+            else:
+                handle.persistence = None
+
+
 def free_at_once(model: Model) -> None:
     """Release freed memory of `model` now, before the next iteration begins."""
     model.resources.limiter.free_all()
@@ -142,8 +186,9 @@ def before_norm(model: Model, call: str) -> None:
         )
     model.setup.lazy_init()
     model.iteration.finish_interrupted()
-    for unit in [unit for unit in model.units if unit.phase is not IDLE]:
-        check_idle(unit, call)
+    for unit in model.units:
+        if unit.phase is not IDLE:
+            check_idle(unit, call)
 
 
 def open_windows(model: Model) -> list[Accumulation]:
@@ -226,11 +271,37 @@ def unshard(unit: Unit) -> None:
         follow_before_request(each, model.agreement, at_rest=at_rest)
         begin_request(each, at_rest=at_rest)
         if each.launch_unshard(ahead=True) and iteration.backward is not None:
-            iteration.backward.gathered.append(each.place.index)
+            model.agreement.issued.gathered.append((model.agreement.scope, each.place.index))
         iteration.ahead[each] = None
         if torch.is_grad_enabled():
             iteration.requested[each] = None
             unshard_at_first_gradient(each, model.backwards.of_unit[each])
+
+
+def follow_before_request(unit: Unit, agreement: Peers, *, at_rest: bool) -> None:
+    """`follow_other_ranks` when a user requests `unit`, and the same for its parameters that stay on the device."""
+    stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
+    if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
+        stays = []
+    shows = at_rest or unit.shows_shard  # else a computation has used it since
+    if agreement.forwards_are_local or not shows or not (unit.kept.by_choice or stays):
+        return
+    with agreement.waiting(f"unshard() of unit {unit.label}"):
+        follow_other_ranks((unit,), agreement)
+        if stays and agreement.any_rank(any([handle.state is SHARDED for handle in stays])):
+            evict(unit)
+
+
+def begin_request(unit: Unit, *, at_rest: bool) -> None:
+    """A user is about to unshard `unit`: record the versions, and copies if needed, of its shards."""
+    unit.kept.versions = [handle.writes.all for handle in unit.handles]
+    unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
+    compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
+    if compares and any([handle.face.is_distributed for handle in unit.handles]):
+        shards = [(handle.shard.detach(), handle.has_memory) for handle in unit.handles]
+        unit.kept.shards = [shard.clone() if has_memory else shard for shard, has_memory in shards]
+    elif unit.kept.shards:
+        unit.kept.shards.clear()
 
 
 def reshard(unit: Unit) -> None:
