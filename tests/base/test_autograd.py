@@ -353,6 +353,12 @@ def gradient_penalty_alone(model: Any, rank: int, step: int) -> Any:
 
 
 @corner(Net, bound=1e-5)
+def gradient_penalties_that_add_up(model: Any, rank: int, step: int) -> Any:
+    """The gradient of the head comes before any of an output, and is added to an earlier one."""
+    return [gradient_penalty_alone(model, rank, 2 * step + number) for number in range(2)]
+
+
+@corner(Net, bound=1e-5)
 def gradient_penalty_with_a_loss(model: Any, rank: int, step: int) -> Any:
     x = data(rank, step).requires_grad_()
     output = model(x)

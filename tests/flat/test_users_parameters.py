@@ -136,6 +136,28 @@ def test_an_optimizer_of_unsharded_parameters_is_refused() -> None:
         UsageError, match=r"holds the unsharded '0.weight' that unshard\(\) shows, which is never updated"
     ):
         FSDP.optim_state_dict(model, optimizer)
+    model(torch.ones(2, 4)).float().sum().backward()
+    with pytest.raises(UsageError, match="the optimizer holds the unsharded parameter 'weight' of unit '0'"):
+        optimizer.step()
+
+
+class Assigning(nn.Linear):
+    """Assigns its weight to another attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.again = self.weight
+        return super().forward(x) @ self.again
+
+
+def test_a_leaf_that_a_forward_assigns_is_refused_outside_of_it() -> None:
+    model: Any = FSDP(Assigning(4, 4), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    for use in model.module.again.sum, model.state_dict, torch.optim.SGD(model.parameters(), lr=0.1).step:
+        with pytest.raises(UsageError, match="parameter 'weight' of unit <root>"):
+            use()
 
 
 # -- parameters that are replaced --------------------------------------------------------------------------------------

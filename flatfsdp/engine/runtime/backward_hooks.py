@@ -19,7 +19,7 @@ from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.peers import Peers
 from ..flat.faces import own_grad, set_own_grad
-from ..flat.states import FORWARD, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
+from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
 from ..flat.views import check_exposed
 from ..schedule.backward_schedule import UnitRules
 from ..schedule.forward_schedule import ForwardRecord
@@ -110,7 +110,25 @@ class BackwardHooks:
         self._expect_accumulated(backward)
         backward.schedule.expect(*[unit for unit, each in flags.items() if any(map(any, each))])
         backward.join_reductions()
+        if backward.schedule.double:
+            for unit in record.begun:
+                self._begin_before_gradients_of(unit)
         return backward
+
+    def _begin_before_gradients_of(self, unit: Unit) -> None:
+        """From now on, begin a backward before it accumulates gradients of `unit`, at the latest: in the graph of a
+        backward they may come before any gradient of the unit's outputs, and `.grad` is to be taken away before."""
+        held, known = self.of_unit[unit], unit.leaves.before_any
+
+        def begin(grad: torch.Tensor) -> None:
+            unit, driver = held.unit(), held.driver()
+            if unit is not None and driver is not None and unit.phase is IDLE and driver.iteration.backward is None:
+                driver.begin()
+
+        for leaf in unit.trainable_leaves():
+            if id(leaf) not in known:
+                known.add(id(leaf))
+                hooks.before_gradients_of(leaf, begin)
 
     def _plan(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, accumulated: bool = False) -> Backward:
         """A backward over `record`, compared with those of other ranks. `flags`: which parameters are trained.

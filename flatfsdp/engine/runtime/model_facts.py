@@ -122,13 +122,14 @@ def trained(unit: Unit) -> Flags:
 
 
 def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
-    """Which parameters of `units` require a gradient."""
+    """Which parameters of `units` require a gradient, by what users have set."""
     flags: list[bool] = []
-    with _torch.as_plain_tensors():  # leaves may be hidden
+    with _torch.as_plain_tensors():  # they may be hidden
         for unit in units:
             for handle in unit.handles:
-                known = handle.face.flags
-                flags += map(_requires_grad, handle.leaves) if known is None else known
+                face = handle.face
+                # At rest leaves that are not the holders follow these later.
+                flags += map(_requires_grad, face.holders if face.moves and face.flags is not None else handle.leaves)
     return tuple(flags)
 
 
