@@ -30,9 +30,10 @@ from ..device.memory import MemoryTracker
 from ..dtensor.extended_handle import handle_class
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
-from ..flat.param_guard import ORIGINAL
+from ..flat.leaf_classes import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
+from ..guards.param_guard import GUARDED
 from ..runtime.entries import PLAIN_CLASS, Entries, WeakModules
 from ..runtime.model import model_of
 from ..runtime.module_tree import ignore, ignored_in, put_at_rest, units_in, units_inside
@@ -203,6 +204,7 @@ def _unit_of(plan: UnitPlan) -> Unit:
         groups=plan.groups,
         elsewhere={handles[number]: groups for number, groups in plan.elsewhere.items()},
         options=UnitOptions(**plan.options),
+        classes=GUARDED,
     )
     extended = []
     for number, index, state, transform in plan.extended:
