@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base import _dtensor
-from ..flat.param_guard import ORIGINAL
+from ..flat.leaf_classes import ORIGINAL
 
 
 def mark(holder: torch.Tensor, leaf: nn.Parameter) -> None:

@@ -144,11 +144,6 @@ class Face(Protocol):
         at any time, changes are found at rest."""
         return set()
 
-    def refuse_gradients(self) -> list[Callable[[], object]]:
-        """Refuse gradients of graphs over the holders, if no rank would reduce them; returns functions that end that.
-        Called once."""
-        return []
-
     def replaced(self) -> list[int]:
         """The leaves whose holders should have their place in the shard but do not: the user replaced their memory.
         Called at rest; those that are in `pieces` are left out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from ..layout.layout import FlatLayout
 from .apart_face import ApartFace
 from .faces import Face, FaceMaker, OriginalFace, Sums, adoptions, assign_grad
 from .layout_views import ShardViews
-from .param_guard import ORIGINAL, refuse_gradients
+from .leaf_classes import ORIGINAL
 from .param_refs import ParamRef
 from .write_tracker import FlatParameter
 
@@ -73,9 +73,6 @@ class PieceFace(ApartFace):
     def adopt(self, index: int, held: nn.Parameter) -> bool:
         adoptions.pass_over(held, self._layout.params[index].name)
         return False
-
-    def refuse_gradients(self) -> list[Callable[[], object]]:
-        return [*map(refuse_gradients, self.holders)]
 
     # -- modules -----------------------------------------------------------------------------------------------------
 

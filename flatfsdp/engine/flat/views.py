@@ -1,17 +1,17 @@
 """The memory that leaves and users' parameters show. Only this file assigns a parameter's `.data`.
 
 [Note: view modes] A leaf has the shape of its parameter at any time, and shows the unsharded buffer, whose storage
-comes and goes. A handle's leaves show the *unsharded* parameters, or *nothing*: then they refuse to be used. They show
-nothing at rest, where users meet holders that show the *shard*, and between a forward that resharded and the backward:
-then holders refuse to be used, too ([Note: guarded parameters]). If the shard itself is the unsharded parameter, leaves
-always show it.
+comes and goes. A handle's leaves show the *unsharded* parameters, or *nothing*. They show nothing at rest, where users
+meet holders that show the *shard*, and between a forward that resharded and the backward. If the shard itself is the
+unsharded parameter, leaves always show it. A guard may refuse the use of leaves that show nothing, and of holders from
+the begin of a forward to the end of its backward: it has another class for them (`LeafClasses`).
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NoReturn, Protocol
@@ -28,7 +28,7 @@ from .deferred_grad import ARRIVALS, show_deferred
 from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
-from .param_guard import HIDDEN, NOTICED, ORIGINAL, REQUESTED, change_classes, may_hide
+from .leaf_classes import ORIGINAL, LeafClasses
 from .param_refs import ParamRef, marks_of
 from .sources import UnshardedParam
 from .states import SHARDED, UNSHARDED
@@ -47,6 +47,17 @@ SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING = ViewMode
 
 _FACTS = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride
 _CLASS = repeat("__class__")
+
+
+def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> None:
+    """Give each of `leaves` the class that `classes` has for its class."""
+    found = list(map(type, leaves))
+    if found.count(found[0]) != len(found):
+        for leaf, kind in zip(leaves, found, strict=True):
+            leaf.__class__ = classes[kind]
+    elif (changed := classes[found[0]]) is not found[0]:  # one lookup for all: nearly always one class
+        for leaf in leaves:
+            leaf.__class__ = changed
 
 
 class TransformedLeaf(Protocol):
@@ -89,8 +100,9 @@ class ParamViews:
         give_back: makes users' parameters plain tensors of their own, when their unit is taken apart.
     """
 
-    def __init__(self, handle: FlatParamHandle) -> None:
+    def __init__(self, handle: FlatParamHandle, classes: LeafClasses) -> None:
         self.handle = handle
+        self.classes = classes
         self.extended: Sequence[TransformedLeaf] = []
         self.tracks_writes = self.is_left_unsharded = self.is_set_aside = self.is_requested = False
         self.without_values: frozenset[int] = frozenset()
@@ -99,13 +111,13 @@ class ParamViews:
         self._laid: UnshardedParam | None = None  # the one that leaves show
         self.note_classes()
         self._lay_out()
-        self.give_back = may_hide(handle)
+        self.give_back = classes.register(handle)
 
     def note_classes(self) -> None:
         """Record the classes of the leaves, which are plain now, and those that they have while they refuse to be
         used."""
         self._plain: list[type] = [ORIGINAL[type(leaf)] for leaf in self.handle.leaves]
-        self._refusing: list[Any] = [HIDDEN[kind] for kind in self._plain]
+        self._refusing: list[Any] = [self.classes.hidden[kind] for kind in self._plain]
 
     def _lay_out(self) -> None:
         """Let users' parameters and the flat parameter show the shard, and leaves too if it is the unsharded parameter;
@@ -125,7 +137,7 @@ class ParamViews:
             for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
                 leaf.data = nothing.expand(spec.shape)
             self._some_hidden = self._all_hidden = True
-            change_classes(handle.leaves, HIDDEN)
+            change_classes(handle.leaves, self.classes.hidden)
 
     def show(self, mode: ViewMode) -> None:
         """Let every leaf show `mode`."""
@@ -151,7 +163,7 @@ class ParamViews:
             face.rest()
         if face.guarded is not None and face.guarded is not (refuses := mode is SHOWS_NOTHING):
             face.guarded = refuses
-            change_classes(face.holders, HIDDEN if refuses else ORIGINAL)
+            change_classes(face.holders, self.classes.hidden if refuses else ORIGINAL)
             if ARRIVALS and not refuses:
                 show_deferred(face.holders)
         for each in self.extended:
@@ -173,7 +185,7 @@ class ParamViews:
         face = self.handle.face
         if self.mode is SHOWS_SHARD and face.guarded is False:
             face.guarded = True
-            change_classes(face.holders, HIDDEN)
+            change_classes(face.holders, self.classes.hidden)
 
     def track_writes(self, *, requested: bool = False, in_use: bool = False) -> None:
         """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
@@ -189,7 +201,8 @@ class ParamViews:
         if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
-            change_classes(self.handle.leaves, REQUESTED if self.is_requested else NOTICED)
+            classes = self.classes.requested if self.is_requested else self.classes.noticed
+            change_classes(self.handle.leaves, classes)
             self.tracks_writes = True
         if face.two_lives and not (requested or in_use):
             self.is_set_aside = True
@@ -269,7 +282,7 @@ class ParamViews:
         self._lay_out()
         self.mode = SHOWS_SHARD
         if (face := self.handle.face).guarded:
-            change_classes(face.holders, HIDDEN)
+            change_classes(face.holders, self.classes.hidden)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.
@@ -492,7 +505,7 @@ def keep_packed(views: ParamViews, param_refs: Iterable[ParamRef]) -> None:
         if isinstance(held, nn.Parameter) and held.data_ptr() == param_ref.leaf.data_ptr():
             of_leaf = next(i for i, leaf in enumerate(handle.leaves) if leaf is param_ref.leaf)
             for each in (param_ref.leaf, param_ref.held, handle.face.originals[of_leaf]):
-                each.__class__ = HIDDEN[type(held)] if type(each) in ORIGINAL else type(held)
+                each.__class__ = views.classes.hidden[type(held)] if type(each) in ORIGINAL else type(held)
             vars(param_ref.leaf).update(vars(held))
             handle.face.put(param_ref)
             views.note_classes()

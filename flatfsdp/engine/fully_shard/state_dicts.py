@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch import nn
 
 from ..dtensor.holder_classes import mark
-from ..flat.param_guard import handle_and_index_of
 from ..flat.states import SUMMONED
+from ..guards.param_guard import handle_and_index_of
 from ..models.param_registry import unit_around
 from ..models.rest import check_idle, quiesce
 from ..runtime.unit import Unit

@@ -25,6 +25,7 @@ from ..comm.axes import ProcessGroups
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
+from ..flat.leaf_classes import PLAIN, LeafClasses
 from ..flat.param_refs import ParamRef, flat_name
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
@@ -71,12 +72,13 @@ class Unit:
         options: UnitOptions,
         owning_units: Sequence[Unit] = (),
         shared_refs: Sequence[ParamRef] = (),
+        classes: LeafClasses = PLAIN,
     ) -> None:
         self.place = UnitPlace()
         self.entries = entries
         self.handles = list(handles)
         self._retarget(param_refs)
-        self.views = [ParamViews(handle) for handle in self.handles]
+        self.views = [ParamViews(handle, classes) for handle in self.handles]
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)

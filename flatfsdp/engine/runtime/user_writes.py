@@ -26,7 +26,6 @@ from ..base.peers import Peers
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
-from ..flat.placeholder import Placeholder
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_places, check_requested
 from .unit import Unit
@@ -44,7 +43,7 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: boo
     """
     changed = ParamRef.changed((*unit.param_refs, *unit.shared_refs)) if looks else []
     if changed:  # in nested state dicts, placeholders of the outer one are not assigned by a user
-        changed = [each for each in changed if type(each.current) is not Placeholder]
+        changed = [each for each in changed if not getattr(type(each.current), "stands_in", False)]
     if changed and _torch.in_functional_call():
         refuse_functional_call(changed, unit.label)
     if changed and unit.shows_shard:

@@ -49,6 +49,7 @@ from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
 from ..guards.optimizer_hooks import guard_optimizers
+from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
 from ..layout.part import Part
@@ -166,6 +167,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         options=_options(config, reshard),
         owning_units=owners_of(shared_refs),
         shared_refs=shared_refs,
+        classes=GUARDED,
     )
     install_extensions(unit, transformed)
     if not front.entries:

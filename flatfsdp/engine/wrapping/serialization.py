@@ -30,9 +30,10 @@ from ..cpu.huge_pages import tracker_for
 from ..dtensor.extended_handle import handle_class
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
-from ..flat.param_guard import ORIGINAL
+from ..flat.leaf_classes import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
+from ..guards.param_guard import GUARDED
 from ..models.rest import quiesce
 from ..models.walks import ignore, ignored_in, units_in, units_inside
 from ..runtime.entries import PLAIN_CLASS, Entries, WeakModules
@@ -204,6 +205,7 @@ def _unit_of(plan: UnitPlan) -> Unit:
         groups=plan.groups,
         elsewhere={handles[number]: groups for number, groups in plan.elsewhere.items()},
         options=UnitOptions(**plan.options),
+        classes=GUARDED,
     )
     extended = []
     for number, index, state, transform in plan.extended:

@@ -18,10 +18,11 @@ from ...base import _dtensor, _torch
 from ...base.wait_limits import blocked
 from ...comm.axes import Axis
 from ...device.streams import accelerator
-from ...flat.placeholder import Placeholder, is_query, name_of
+from ...guards.param_guard import is_query, name_of
 from ...runtime.unit import Unit
 from ..owned_interval import block_of
 from ..parts import assembled, transformed_of
+from .placeholders import Placeholder
 from .types import StateDictRequest
 
 

@@ -28,7 +28,6 @@ from ...config.state_dict_configs import StateDictType
 from ...flat.faces import FlatFace
 from ...flat.flat_param import FlatParamHandle
 from ...flat.param_refs import flat_name
-from ...flat.placeholder import PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...models.rest import check_idle, collective_call, quiesce
 from ...models.walks import units_in
@@ -41,7 +40,7 @@ from ..named_param import NamedParam, by_handle, named_state, params_of
 from ..owned_interval import OwnedInterval
 from ..parts import every_axis
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
-from .placeholders import Placeholders, placeholder_for
+from .placeholders import PlaceholderReadError, Placeholders, placeholder_for
 from .saving import check_flat, has_own_classes
 from .types import only_rank0
 

@@ -1,18 +1,77 @@
-"""Placeholders in the modules of a unit, while a state dict is made or loaded. [Note: placeholders]"""
+"""Stand-ins for a module's parameters while its state dict is made or loaded.
+
+[Note: placeholders] Modules make and load their state dicts themselves: they may have hooks that rename, and methods of
+their own. To avoid a gather for that, modules hold *placeholders* meanwhile: parameters with the shape, dtype and
+device of the unsharded ones, and without memory. In a state dict made by a module, a placeholder marks which parameter
+belongs there. When a state dict is loaded, a `copy_` into a placeholder is recorded and later applied to the shard. Any
+other operation of a module reads values, which a placeholder does not have: it raises `PlaceholderReadError`.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ....errors import UsageError
 from ...flat.param_refs import ParamRef, enlist, places_of, unlist
-from ...flat.placeholder import Placeholder
+from ...guards.param_guard import is_query, name_of
 from ...runtime.unit import Unit
 from ..named_param import NamedParam, params_of
+
+
+class PlaceholderReadError(UsageError):
+    """An operation on a placeholder needs the parameter's values."""
+
+
+class Placeholder(nn.Parameter):
+    """Holds a parameter's place in a module.
+
+    Attributes:
+        leaf: the parameter that it stands for.
+        received: the tensor that was copied into it; None if none was.
+    """
+
+    stands_in = True  # for a parameter that users have not replaced
+    leaf: nn.Parameter
+    received: torch.Tensor | None
+    _receives: bool
+
+    @staticmethod
+    def of(
+        leaf: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, receives: bool
+    ) -> Placeholder:
+        """A placeholder for `leaf`, which is unsharded of this shape; `receives`: whether `copy_` into it is kept."""
+        nothing = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))  # all its elements share one
+        made = Placeholder(nothing, requires_grad=leaf.requires_grad)
+        made.leaf = leaf
+        made.received = None
+        made._receives = receives
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if is_query(func):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        target = args[0] if args else None
+        if name == "detach":
+            return target
+        if name == "copy_" and isinstance(target, Placeholder) and target._receives:
+            if type(args[1]) is not Placeholder:  # a placeholder's value has another source
+                target.received = args[1]
+            return target
+        raise PlaceholderReadError(
+            f"{name_of(func)} of a parameter whose state dict is being created or loaded: its values cannot be read "
+            "now. Call state_dict() or load_state_dict() of the wrapper that contains it, which lets modules read its "
+            "values"
+        )
+
 
 # By the id of the leaf: modules of several units share the placeholder of a shared parameter.
 _standing: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()

@@ -23,9 +23,8 @@ from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
 from ...config.state_dict_configs import StateDictSettings, StateDictType
 from ...flat.flat_param import FlatParamHandle
-from ...flat.param_guard import ORIGINAL
+from ...flat.leaf_classes import ORIGINAL
 from ...flat.param_refs import flat_name
-from ...flat.placeholder import Placeholder, PlaceholderReadError
 from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
 from ...models.rest import check_idle, collective_call, quiesce, take_over
@@ -38,7 +37,7 @@ from ..named_param import NamedParam, by_handle, interval_of, params_of
 from ..owned_interval import OwnedInterval
 from ..parts import axes_of_parts
 from .distributed_values import carried, carrier_of, flat_of
-from .placeholders import Placeholders, placeholder_for
+from .placeholders import Placeholder, PlaceholderReadError, Placeholders, placeholder_for
 from .types import StateDictRequest, settings_of, shares_memory
 
 

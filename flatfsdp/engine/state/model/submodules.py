@@ -16,14 +16,13 @@ from ....errors import UsageError
 from ...base import _torch
 from ...config.state_dict_configs import StateDictType
 from ...flat.param_refs import ParamRef
-from ...flat.placeholder import Placeholder
 from ...flat.states import SUMMONED
 from ...models.param_registry import unit_around
 from ...models.rest import collective_call
 from ...runtime.unit import Unit
 from ..from_rank0 import shares_buffers, take_buffers
 from .loading import UnitLoad, begin_unit
-from .placeholders import Placeholders
+from .placeholders import Placeholder, Placeholders
 from .saving import StateDictCall, begin, fill
 from .types import only_rank0
 

@@ -5,7 +5,7 @@ of a forward to the end of its backward a term over `model.parameters()` would s
 no gradient. So for that time they have a class whose operations raise. They stay the same objects, `Parameter`s, and
 pure queries (`.grad`, `requires_grad`, hooks) are answered; shape, strides, dtype and device are those of this rank's
 shard, so that the number of elements is the same at any time. At rest holders can be used, for example by optimizers.
-Autograd may record it; if a backward then brings a gradient to such a holder, it is refused (`refuse_gradients`).
+Autograd may record it; if a backward then brings a gradient to such a holder, it is refused (`_refuse_gradients_of`).
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,
@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,20 +32,11 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
-from .deferred_grad import DeferredGradParameter, wait_for_grad
-from .flat_param import FlatParamHandle
-from .placeholder import is_query, name_of, property_of
-from .write_tracker import TracksWrites
-
-
-class _Originals(dict[type, type]):
-    """Maps a temporary class to the class before; any other class to itself."""
-
-    def __missing__(self, kind: type) -> type:
-        return kind
-
-
-ORIGINAL = _Originals()
+from ..flat.deferred_grad import DeferredGradParameter, wait_for_grad
+from ..flat.flat_param import FlatParamHandle
+from ..flat.leaf_classes import ORIGINAL, LeafClasses
+from ..flat.views import change_classes
+from ..flat.write_tracker import TracksWrites
 
 
 class ClassVariants(dict[type, type]):
@@ -123,6 +114,32 @@ class RequestedParameter(WriteTrackedParameter):
 
 
 REQUESTED = ClassVariants(RequestedParameter)
+
+# Operations that query a tensor, or attach something to it, without reading its elements.
+_QUERIES = frozenset(
+    "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
+    "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
+    "untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook".split()
+)
+# Properties that are the elements in another form.
+_READ = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+def is_query(func: Callable[..., Any]) -> bool:
+    """Whether `func`, as passed to `__torch_function__`, neither reads nor writes elements of its tensors."""
+    return getattr(func, "__name__", "") in _QUERIES and property_of(func) not in _READ
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of `func` for users: "add()", or ".data" for a property."""
+    return f".{property_of(func)}" if property_of(func) else f"{getattr(func, '__name__', func)}()"
+
+
+def property_of(func: Callable[..., Any]) -> str:
+    """The name of the tensor property that `func` gets or sets; "" if it does neither."""
+    is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if is_access else ""
+
 
 # By their names, without the affixes of in-place, reflected and foreach variants.
 _ELEMENTWISE = frozenset(
@@ -228,17 +245,6 @@ HIDDEN = ClassVariants(UnusableParameter)
 HIDDEN[DeferredGradParameter] = UnusableParameter
 
 
-def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) -> None:
-    """Give each of `leaves` the class that `classes` has for its class."""
-    found = list(map(type, leaves))
-    if found.count(found[0]) != len(found):
-        for leaf, kind in zip(leaves, found, strict=True):
-            leaf.__class__ = classes[kind]
-    elif (changed := classes[found[0]]) is not found[0]:  # one lookup for all: nearly always one class
-        for leaf in leaves:
-            leaf.__class__ = changed
-
-
 # The handle and index of leaves that may be hidden, by their ids: looked up when one is used.
 _handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
@@ -249,7 +255,7 @@ def may_hide(handle: FlatParamHandle) -> Callable[[], object]:
     this = weakref.ref(handle)
     ids = [*map(id, handle.leaves), *map(id, handle.face.originals)]
     _handles.update({each: (this, index % len(handle.leaves)) for index, each in enumerate(ids)})
-    undo = handle.face.refuse_gradients()
+    undo = [*map(_refuse_gradients_of, handle.face.holders)] if handle.face.two_lives else []
     # Weakly: a parameter may have its model as an attribute.
     return weakref.finalize(handle, _forget, ids, this, [*map(weakref.ref, handle.face.pieces)], undo)
 
@@ -267,6 +273,9 @@ def _forget(
         change_classes(left, ORIGINAL)  # they are tensors of their own now
     for remove in undo:
         remove()
+
+
+GUARDED = LeafClasses(HIDDEN, NOTICED, REQUESTED, may_hide)
 
 
 def has_handle(leaf: torch.Tensor) -> bool:
@@ -296,7 +305,7 @@ def holder_of(leaf: torch.Tensor) -> nn.Parameter:
     return handle.face.holder_of(index)
 
 
-def refuse_gradients(holder: nn.Parameter) -> Callable[[], object]:
+def _refuse_gradients_of(holder: nn.Parameter) -> Callable[[], object]:
     """Refuse gradients of graphs over `holder`, which autograd would accumulate in its `.grad`: of a shard, and reduced
     by nothing. Returns a function that ends that. [Note: two lives]"""
     return hooks.before_gradients_of(holder, partial(_refuse_gradient, id(holder)))

@@ -1,0 +1,40 @@
+"""Classes that parameters have for a time, as a value that a guard gives to units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .flat_param import FlatParamHandle
+
+
+class _Originals(dict[type, type]):
+    """Maps a temporary class to the class before; any other class to itself."""
+
+    def __missing__(self, kind: type) -> type:
+        return kind
+
+
+ORIGINAL = _Originals()
+
+
+@dataclass(frozen=True)
+class LeafClasses:
+    """The classes that parameters have for a time, by their own: the same objects, whose use a guard refuses or notices
+    meanwhile. `PLAIN`: without a guard they keep their own, and a leaf without memory shows NaN in its shape.
+
+    Attributes:
+        hidden: of parameters that must not be used.
+        noticed: of leaves outside of forwards and backwards, to which writes would be lost; also to their `.data`.
+        requested: of private ones among these, for as long as modules hold them because a user has requested it.
+        register: called once with the handle of such parameters; returns a function that leaves them as plain ones.
+    """
+
+    hidden: Mapping[type, Any]
+    noticed: Mapping[type, Any]
+    requested: Mapping[type, Any]
+    register: Callable[[FlatParamHandle], Callable[[], object]]
+
+
+PLAIN = LeafClasses(ORIGINAL, ORIGINAL, ORIGINAL, lambda handle: lambda: None)
