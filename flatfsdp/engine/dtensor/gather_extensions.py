@@ -16,7 +16,7 @@ from torch import nn
 from ..base import _dtensor
 from ..comm.axes import Axis
 from ..flat.extensions import Transform, TransformedParam
-from ..layout.part import Part
+from ..parts.part import Part
 from .gather_hooks import GatherHooks, has_gather_hooks, master_of
 from .tensor_parallel import StoredDTensor, TensorParallel
 

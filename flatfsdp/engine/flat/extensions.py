@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
-from ..layout.part import Part
+from ..layout.layout import PartOfWhole
 from .param_refs import ParamRef, marks_of
 
 
@@ -82,7 +82,7 @@ class Transform:
     def attach(self, state: Any, module: nn.Module, mesh: Any) -> None:
         """Register `module` as one that computes with the parameter; `mesh`: that of its unit, if any."""
 
-    def part(self, state: Any) -> Part | None:
+    def part(self, state: Any) -> PartOfWhole | None:
         """The position of the stored part in its whole; None for an independent tensor. [Note: parts of wholes]"""
         return None
 
@@ -158,7 +158,7 @@ class TransformedParam:
         self.param_refs = list(param_refs)
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> PartOfWhole | None:
         """The position of the leaf in its whole, if it is a part."""
         return self.transform.part(self.state)
 

@@ -29,8 +29,7 @@ from ..comm.transport import Transport
 from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
-from ..layout.layout import FlatLayout
-from ..layout.part import Part
+from ..layout.layout import FlatLayout, PartOfWhole
 from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, is_dense, segments_of, spec_of
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
@@ -174,7 +173,7 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
-        parts: Mapping[int, Part] = MappingProxyType({}),
+        parts: Mapping[int, PartOfWhole] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from ..comm.tensor_groups import TensorGroup
-from ..layout.layout import FlatLayout, ParamSpec, Span
-from ..layout.part import Part
+from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole, Span
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -45,7 +44,7 @@ def is_dense(leaf: torch.Tensor) -> bool:
     return True
 
 
-def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:
+def spec_of(name: str, leaf: torch.Tensor, part: PartOfWhole | None = None) -> ParamSpec:
     """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: its position
     in a whole."""
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)

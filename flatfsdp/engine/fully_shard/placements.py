@@ -16,8 +16,8 @@ from torch import nn
 from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
-from ..layout.layout import stride_by_rows
 from ..models.param_registry import owner_of
+from ..parts.strides import stride_by_rows
 from .meshes import ChosenMesh
 
 ARGUMENT = "shard_placement_fn"

@@ -53,7 +53,7 @@ from ..flat.piece_face import PieceFaces
 from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
-from ..layout.part import Part
+from ..layout.layout import PartOfWhole
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..models.rest import wait_for_gradients
 from ..models.spread import axes_of
@@ -305,7 +305,7 @@ def _shard(
 def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
-    parts: dict[int, Part],
+    parts: dict[int, PartOfWhole],
     hooks: dict[int, GatherHooks],
     config: Config,
     mesh_of: Mapping[int, DataMesh],
