@@ -25,7 +25,7 @@ ROWS = (
     "api comm_hooks",
     "engine/base",
     "engine/layout engine/schedule",
-    "engine/config engine/watchdog engine/device",
+    "engine/config engine/watchdog engine/device engine/parts",
     "wrap engine/comm",
     "engine/cpu engine/few_bits",
     "engine/flat",

@@ -26,8 +26,7 @@ from ..device.streams import DONE, PendingWork, Stream
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.sources import UnshardedParam, UnshardSource
 from ..flat.write_tracker import VERSION
-from ..layout.layout import FlatLayout, ParamSpec
-from ..layout.part import Part
+from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole
 from .gather_hooks import GatherHooks, Input, described, fitting, hollow, listed
 
 ALIGN = 16  # bytes: the alignment that kernels expect, and a multiple of the size of every element
@@ -237,8 +236,8 @@ class ExtendedHandle(FlatParamHandle):
         device: torch.device,
         options: ExtendedOptions,  # type: ignore[override]
         tracker: MemoryTracker,
-        parts: Mapping[int, Part] = MappingProxyType({}),
-        orders: Mapping[int, int] = MappingProxyType({}),
+        parts: Mapping[int, PartOfWhole] = MappingProxyType({}),
+        strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> FlatParamHandle:
         home = torch.device("cpu") if options.offload else device
         for hooks in options.gathers:
@@ -253,7 +252,7 @@ class ExtendedHandle(FlatParamHandle):
             options=options,
             tracker=tracker,
             parts=parts,
-            orders=orders,
+            strides=strides,
         )
 
     @property

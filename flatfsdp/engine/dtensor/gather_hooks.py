@@ -31,7 +31,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ..device.streams import pin
-from ..layout.layout import stride_by_rows
+from ..parts.strides import stride_by_rows
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

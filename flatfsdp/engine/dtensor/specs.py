@@ -9,8 +9,9 @@ import torch
 
 from ...errors import UsageError
 from ..base import _dtensor
-from ..layout.layout import ParamSpec, stride_by_rows
-from ..layout.part import shown_elsewhere
+from ..layout.layout import ParamSpec
+from ..parts.part import shown_elsewhere
+from ..parts.strides import stride_by_rows
 
 
 def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, stored: Any = None) -> Any:

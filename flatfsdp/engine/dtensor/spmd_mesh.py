@@ -18,7 +18,7 @@ import torch
 
 from ...errors import UsageError
 from ..base import _dtensor
-from ..layout.layout import stride_by_rows
+from ..parts.strides import stride_by_rows
 
 
 @dataclass(frozen=True, eq=False)

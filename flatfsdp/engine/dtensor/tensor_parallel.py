@@ -18,8 +18,9 @@ import torch
 from ...errors import UsageError
 from ..base import _dtensor
 from ..comm.axes import Axis
-from ..layout.layout import ParamSpec, stride_by_rows
-from ..layout.part import Part, Ranges, cut
+from ..layout.layout import ParamSpec
+from ..parts.part import Part, Ranges, cut
+from ..parts.strides import stride_by_rows
 from ..transforms.extensions import Transform
 from .data_mesh import DataMeshes
 from .specs import require_dtensors, spec_at_rest

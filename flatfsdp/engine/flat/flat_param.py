@@ -30,8 +30,7 @@ from ..comm.transport import Transport
 from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, pin
-from ..layout.layout import FlatLayout
-from ..layout.part import Part
+from ..layout.layout import FlatLayout, PartOfWhole
 from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, segments_of, spec_of, stored_in_order
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
@@ -174,17 +173,17 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
-        parts: Mapping[int, Part] = MappingProxyType({}),
-        orders: Mapping[int, int] = MappingProxyType({}),
+        parts: Mapping[int, PartOfWhole] = MappingProxyType({}),
+        strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.
 
         The shard lives on `device`, or on the CPU with `offload`. The leaves still show their own memory. Leaves on the
         meta device, all or none, have a shard there, and are without elements on `device` themselves. `parts`: the
-        positions of parts in their wholes; `orders`: the dimensions that are to be the slowest in memory ([Note: stored
-        order]), others keep their order; both by ids of leaves.
+        positions of parts in their wholes; `strides`: in memory ([Note: stored order]), others keep theirs; both by
+        ids of leaves.
         """
-        values = [stored_in_order(leaf.detach(), orders.get(id(leaf))) for leaf in leaves]
+        values = [stored_in_order(leaf.detach(), strides.get(id(leaf))) for leaf in leaves]
         master = leaves[0].dtype
         parted = [parts.get(id(leaf)) for leaf in leaves]
         specs = [spec_of(name, value, part) for name, value, part in zip(names, values, parted, strict=True)]

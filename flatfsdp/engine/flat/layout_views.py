@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from ..comm.tensor_groups import TensorGroup
-from ..layout.layout import FlatLayout, ParamSpec, Span, stride_by_rows
-from ..layout.part import Part
+from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole, Span
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -45,18 +44,16 @@ def is_dense(leaf: torch.Tensor) -> bool:
     return True
 
 
-def stored_in_order(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """`tensor`, or a copy whose slowest dimension in memory is `dim` ([Note: stored order]), with the others in order;
-    None to keep the order of one that is dense."""
-    if dim is None:
+def stored_in_order(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    """`tensor`, or a copy with this stride ([Note: stored order]); None to keep the order of one that is dense."""
+    if stride is None:
         return tensor if is_dense(tensor) else tensor.contiguous()
-    if dim == 0 and tensor.is_contiguous():
+    if tensor.stride() == stride:
         return tensor
-    stride = stride_by_rows(tensor.shape, dim)
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:
+def spec_of(name: str, leaf: torch.Tensor, part: PartOfWhole | None = None) -> ParamSpec:
     """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: its position
     in a whole."""
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)

@@ -23,7 +23,7 @@ from ...errors import UsageError, fail
 from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
 from ..comm.axes import Axis
-from ..layout.part import Part
+from ..layout.layout import PartOfWhole
 from .deferred_grad import ARRIVALS, show_deferred
 from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
@@ -71,7 +71,7 @@ class TransformedLeaf(Protocol):
     leaf: nn.Parameter
 
     @property
-    def part(self) -> Part | None: ...
+    def part(self) -> PartOfWhole | None: ...
 
     def axes(self, device: torch.device) -> list[tuple[Axis, bool]]: ...
 

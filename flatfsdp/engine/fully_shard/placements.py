@@ -17,8 +17,8 @@ from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
 from ..flat.layout_views import stored_in_order
-from ..layout.layout import stride_by_rows
 from ..models.param_registry import owner_of
+from ..parts.strides import stride_by_rows
 from .meshes import ChosenMesh
 
 ARGUMENT = "shard_placement_fn"
@@ -97,7 +97,8 @@ def orders_of(dims: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, int]:
         spec = _dtensor.spec_of(parameter)
         stride = stride_by_rows(spec.shape, dim)
         as_stored = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, stride, parameter.dtype)
-        _dtensor.set_local(parameter, stored_in_order(_local(parameter).detach(), dim), as_stored)
+        local = _local(parameter).detach()
+        _dtensor.set_local(parameter, stored_in_order(local, stride_by_rows(local.shape, dim)), as_stored)
     return orders
 
 

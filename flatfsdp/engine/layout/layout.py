@@ -26,15 +26,14 @@ from __future__ import annotations
 import builtins
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import ConfigValueError, InternalError
-from .part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,18 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
 
+class PartOfWhole(Protocol):
+    """The part of a larger tensor that a parameter is. Its text is included in digests. [Note: parts of wholes]"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the larger tensor."""
+
+    @property
+    def stride(self) -> tuple[int, ...] | None:
+        """Its stride; None if that is row-major."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """The description of one original parameter.
@@ -93,7 +104,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
-    part: Part | None = None
+    part: PartOfWhole | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -430,23 +441,6 @@ class FlatLayout:
     def _known(self) -> dict[tuple[str, int], Any]:
         """The cached results of `pieces`, `owned` and `over`, by rank or world."""
         return {}
-
-
-def stride_by_rows(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """The stride of a dense tensor whose slowest dimension in memory is `dim`, followed by the others in order; so
-    `ParamSpec.order` begins with `dim`.
-
-    Example:
-        >>> stride_by_rows((2, 3, 4), 1)
-        (4, 8, 1)
-    """
-    stride, step = [0] * len(shape), 1
-    for each in (*reversed([other for other in range(len(shape)) if other != dim]), dim)[: len(shape)]:
-        stride[each] = step
-        step *= max(shape[each], 1)
-    if shape and ParamSpec("", tuple(shape), tuple(stride)).order[0] != dim:
-        stride[dim] = max(stride) + 1  # with at most one row, so this stride moves nothing
-    return tuple(stride)
 
 
 def _check_packing(world: int, align: int) -> None:

@@ -14,6 +14,7 @@ from itertools import product
 from math import prod
 
 from ..layout.layout import ParamSpec, Span
+from ..parts.part import stored_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,13 @@ class PartBox:
 def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartBox, ...]:
     """The boxes of the whole tensor for `span` of a parameter, in the parameter's own memory order."""
     boxes = boxes_of(spec, span)
-    if spec.part is None:
+    part = stored_part(spec)
+    if part is None:
         return boxes
     return tuple(
         PartBox(offsets, sizes, box, inside)
         for box in boxes
-        for offsets, sizes, inside in spec.part.blocks(box.offsets, box.sizes)
+        for offsets, sizes, inside in part.blocks(box.offsets, box.sizes)
     )
 
 

@@ -129,5 +129,5 @@ def scatter_from_first(
         for index, whole in wholes.items():
             if axes:
                 whole = sent_by_first(axes, whole, params[index].whole.shape, sent)
-            unsharded[index] = None if whole is None else cut(whole, params[index].part)
+            unsharded[index] = None if whole is None else cut(whole, params[index])
     return scatter(unit, kind, unsharded, dtype=dtype)

@@ -21,7 +21,7 @@ from ..agreement.collective_calls import meet
 from ..base import _torch
 from ..base.wait_limits import blocked
 from ..layout.layout import ParamSpec, Span
-from ..layout.part import Part
+from ..parts.part import Part, stored_part
 from ..watchdog.regions import expecting
 from .boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
 
@@ -252,7 +252,7 @@ class OwnedInterval(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = self.spec
-        part = () if spec.part is None else (astuple(spec.part),)
+        parts = () if (part := stored_part(spec)) is None else (astuple(part),)
         return _rebuild, (
             self.local,
             spec.name,
@@ -261,7 +261,7 @@ class OwnedInterval(torch.Tensor):
             self.span.start,
             self.span.stop,
             self.names_empty,
-            *part,
+            *parts,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedInterval:
@@ -322,7 +322,7 @@ def _new_empty(interval: OwnedInterval, size: Any, *, dtype: Any = None, device:
 
 def _position(interval: OwnedInterval) -> object:
     """The position in the whole of the parameter to which `interval` belongs."""
-    part = interval.spec.part
+    part = stored_part(interval.spec)
     return interval.spec.shape if part is None or part.is_whole else (part.shape, part.ranges)
 
 
@@ -348,7 +348,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             # [Note: staged scalars] torch.distributed.checkpoint.async_save(storage_writer=...) copies tensors without
             # dimensions into such targets, on all ranks and in the same order; only the owner has the element.
             return target.copy_(source.full_tensor(), non_blocking=non_blocking)
-        if source.span.numel != source.spec.numel or not (source.spec.part is None or source.spec.part.is_whole):
+        part = stored_part(source.spec)
+        if source.span.numel != source.spec.numel or not (part is None or part.is_whole):
             raise UsageError(
                 f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "
                 f"shape {source.spec.shape}; full_tensor() returns the whole value" + _STAGED * (not source.spec.shape)

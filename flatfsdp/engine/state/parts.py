@@ -15,9 +15,10 @@ from ..agreement.object_collectives import is_first_of
 from ..base.wait_limits import blocked
 from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
-from ..layout.part import Part
+from ..layout.layout import ParamSpec
 from ..models.rest import models_of
 from ..models.spread import all_part_axes, axes_of, beside, each_once
+from ..parts.part import stored_part
 from ..runtime.unit import Unit
 from ..transforms.extensions import TransformedParam, transformed_in
 from .owned_interval import block_of
@@ -55,8 +56,9 @@ def assembled(unit: Unit, kind: int, index: int, stored: torch.Tensor) -> torch.
         return found.transform.assemble(stored, found.state)
 
 
-def cut(whole: torch.Tensor, part: Part | None) -> torch.Tensor:
-    """The part of `whole` that is stored here, in memory of its own; `whole` itself without a part."""
+def cut(whole: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """The part of `whole` that is stored here, in memory of its own; `whole` itself if the parameter is not a part."""
+    part = stored_part(spec)
     if part is None:
         return whole
     out = whole.new_empty(part.stored_shape)

@@ -18,7 +18,7 @@ from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.views import ParamViews
-from ..layout.part import Part
+from ..layout.layout import PartOfWhole
 
 
 class FlatParamExtensions(Protocol):
@@ -83,7 +83,7 @@ class Transform:
     def attach(self, state: Any, module: nn.Module, mesh: Any) -> None:
         """Register `module` as one that computes with the parameter; `mesh`: that of its unit, if any."""
 
-    def part(self, state: Any) -> Part | None:
+    def part(self, state: Any) -> PartOfWhole | None:
         """The position of the stored part in its whole; None for an independent tensor. [Note: parts of wholes]"""
         return None
 
@@ -159,7 +159,7 @@ class TransformedParam:
         self.param_refs = list(param_refs)
 
     @property
-    def part(self) -> Part | None:
+    def part(self) -> PartOfWhole | None:
         """The position of the leaf in its whole, if it is a part."""
         return self.transform.part(self.state)
 

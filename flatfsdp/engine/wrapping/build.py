@@ -52,11 +52,12 @@ from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
-from ..layout.part import Part
+from ..layout.layout import PartOfWhole
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..models.rest import wait_for_gradients
 from ..models.spread import axes_of
 from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
+from ..parts.strides import stride_by_rows
 from ..runtime import fast_paths
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
@@ -297,8 +298,9 @@ def _shard(
         initial_checksums = InitialChecksums(valued) if config.check_values != "off" else None
         mesh_of = {id(param_ref.leaf): mesh for param_ref, mesh in zip(param_refs, over, strict=True)}
         faced, stored = partial(faces, transformed), {id(each.leaf) for each in transformed}
-        order_of = {id(leaf): orders[path] for leaf, path in leaves if path in orders and id(leaf) not in stored}
-        handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced, order_of)
+        sorted_by = [(leaf, orders[path]) for leaf, path in leaves if path in orders and id(leaf) not in stored]
+        strides = {id(leaf): stride_by_rows(leaf.shape, dim) for leaf, dim in sorted_by}
+        handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced, strides)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped: {', '.join(dropped)}")
@@ -310,19 +312,19 @@ def _shard(
 def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
-    parts: dict[int, Part],
+    parts: dict[int, PartOfWhole],
     hooks: dict[int, GatherHooks],
     config: Config,
     mesh_of: Mapping[int, DataMesh],
     device: torch.device,
     tracker: MemoryTracker,
     faces: Callable[[Sequence[nn.Parameter], Any], FaceMaker],
-    orders: Mapping[int, int],
+    strides: Mapping[int, tuple[int, ...]],
 ) -> list[tuple[FlatParamHandle, DataMesh]]:
     """A handle for each kind among `leaves`, given with their paths, and its mesh. They still show their own memory.
 
     `packed`: the ids of packed bytes. By ids: `parts`: positions of parts in their wholes, `hooks`: the gather hooks of
-    some leaves, `mesh_of`: the ranks over which each leaf is sharded, `orders`: as of `FlatParamHandle.flatten`.
+    some leaves, `mesh_of`: the ranks over which each leaf is sharded, `strides`: as of `FlatParamHandle.flatten`.
     """
     kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
@@ -353,7 +355,7 @@ def _flatten(
             options=options,
             tracker=tracker,
             parts=parts,
-            orders=orders,
+            strides=strides,
         )
         made.append((handle, mesh))
     return made

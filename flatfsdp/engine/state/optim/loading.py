@@ -26,6 +26,7 @@ from ...comm.transport import Transport
 from ...flat.faces import FlatFace
 from ...models.rest import collective_call
 from ...models.walks import units_in
+from ...parts.part import stored_part
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter_from_first, store
 from ..from_rank0 import broadcast_value
@@ -301,7 +302,8 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
 def _owned_by_one(named: NamedParam) -> bool:
     """Whether one rank owns all elements; the same result on every rank."""
     layout = named.handle.layout
-    if named.spec.part is not None and not named.spec.part.is_whole:
+    part = stored_part(named.spec)
+    if part is not None and not part.is_whole:
         return False
     span = layout.spans[named.index]
     return span.is_empty or layout.rank_of(span.start) == layout.rank_of(span.stop - 1)

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from flatfsdp.engine.layout.layout import ParamSpec, Span
-from flatfsdp.engine.layout.part import Part, chunk, joined, shown_elsewhere, strided_chunk
+from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
+from flatfsdp.engine.parts.part import Part, chunk, joined, shown_elsewhere, strided_chunk
 from flatfsdp.engine.state.boxes import boxes_of_whole, runs_of_whole
 
 pytestmark = pytest.mark.unit
@@ -89,3 +89,9 @@ def test_intervals_of_parts_are_boxes_and_runs_of_the_whole(seed: int) -> None:
             assert own.numel == there.numel and values[own.slice].tolist() == list(range(there.start, there.stop))
             run_values += range(there.start, there.stop)
         assert run_values == expected or sorted(run_values) == sorted(expected)
+
+
+def test_digests_of_layouts_with_parts_are_those_in_existing_files() -> None:
+    part = Part((4, 6), None, (((0, 2),), ((0, 1), (3, 2))))
+    layout = FlatLayout.pack([ParamSpec("weight", (2, 3), None, part)], world=2, align=4)
+    assert layout.digest() == "82036ca39bf9efc67f224e1c1f67ca476994d0225355844f32575246390bf9ce"

@@ -15,6 +15,7 @@ from itertools import product
 from math import prod
 
 from ...errors import InternalError
+from ..layout.layout import ParamSpec
 
 Range = tuple[int, int]  # (first, length) along a dimension of the whole
 Ranges = tuple[Range, ...]
@@ -62,6 +63,12 @@ class Part:
                 tuple(length for _, length, _ in places),
                 tuple(inside for _, _, inside in places),
             )
+
+
+def stored_part(spec: ParamSpec) -> Part | None:
+    """The part of a whole that a parameter is; None if it is an independent tensor."""
+    assert spec.part is None or isinstance(spec.part, Part)
+    return spec.part
 
 
 def _within(ranges: Ranges, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
