@@ -141,6 +141,25 @@ def test_an_optimizer_of_unsharded_parameters_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_shard_is_refused_between_forward_and_backward_of_unsharded_units(strategy: str, kept: bool) -> None:
+    """Also of a unit that stays whole: at no time between does it show the shard."""
+    model, _, users = requested(sharding_strategy=strategy)
+    loss = model(torch.ones(2, 4)).sum()
+    with torch.no_grad(), pytest.raises(UsageError, match="reads parameter 'weight' of unit '0' outside the forward"):
+        (users if kept else list(model.parameters()))[0].norm()
+    with pytest.raises(UsageError, match=r"grad\(\) needs the gradients of parameter 'weight' of unit '0'"):
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+    assert all(each.norm() >= 0 for each in users)
+    with torch.no_grad():
+        for each in FSDP.fsdp_modules(model):
+            each.unshard()
+        model(torch.ones(2, 4))
+    assert all(each.norm() >= 0 for each in users)
+
+
 class Assigning(nn.Linear):
     """Assigns its weight to another attribute."""
 
@@ -278,6 +297,19 @@ def test_a_hook_that_a_forward_registers_sees_the_sharded_gradient() -> None:
     net.handle.remove()
     model(torch.ones(2, 4)).sum().backward()
     assert len(net.grads) == 2
+
+
+@SETTINGS
+def test_hooks_of_a_frozen_parameter_run_when_it_is_trained_again(settings: dict[str, Any]) -> None:
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **settings)
+    calls: list[torch.Size] = []
+    weight = next(model.parameters())
+    weight.register_hook(lambda grad: calls.append(grad.shape))
+    for trained in (False, False, True, False, True):
+        weight.requires_grad_(trained)
+        model(torch.ones(2, 4)).float().sum().backward()
+        assert calls == [(4, 4)] * trained
+        calls.clear()
 
 
 # -- recurrent modules -------------------------------------------------------------------------------------------------

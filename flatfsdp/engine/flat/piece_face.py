@@ -82,7 +82,8 @@ class PieceFace(ApartFace):
     def follow_hooks(self) -> None:
         with _torch.as_plain_tensors():  # holders refuse to be used
             for index, (leaf, holder) in enumerate(zip(self.leaves, self.holders, strict=True)):
-                if index not in self._following and hooks.hooks_of_users(holder):
+                # A frozen one has no gradient now; torch refuses hooks on it.
+                if leaf.requires_grad and index not in self._following and hooks.hooks_of_users(holder):
                     self._following.add(index)
                     hooks.follow(leaf, holder)
 

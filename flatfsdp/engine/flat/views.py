@@ -183,7 +183,7 @@ class ParamViews:
     def guard(self) -> None:
         """Let the holders refuse to be used, until the next `show` of the shard."""
         face = self.handle.face
-        if self.mode is SHOWS_SHARD and face.guarded is False:
+        if face.guarded is False and (self.mode is SHOWS_SHARD or self.is_requested):
             face.guarded = True
             change_classes(face.holders, self.classes.hidden)
 
