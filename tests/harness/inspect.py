@@ -23,6 +23,7 @@ from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.cpu import exchange as exchanges
 from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
+from flatfsdp.engine.features.deferred_gradients import defers
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
 from flatfsdp.engine.models.walks import units_in
@@ -456,8 +457,7 @@ def limits_gathers(model: Any) -> bool:
 
 def is_last_backward(model: Any) -> bool:
     """Whether backwards wait for all of their reductions at the end."""
-    found: bool = _model(model).backwards.is_last_backward
-    return found
+    return not defers(_model(model))
 
 
 def weight(model: Any) -> float:

@@ -163,7 +163,7 @@ ENGINE = Path(flatfsdp.__file__).parent / "engine"
 OFF = {
     "features/": 2,
     "runtime/turns.py": 2,
-    "flat/deferred_grad.py": 0,
+    "guards/deferred_grad.py": 0,
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint import load, save
-from flatfsdp.engine.flat import deferred_grad as awaited
+from flatfsdp.engine.guards import deferred_grad as awaited
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (

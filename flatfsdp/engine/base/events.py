@@ -132,8 +132,8 @@ class Observer:
         None if this observer does not define any."""
 
     def finisher(self, *, sync: bool) -> Any:
-        """The finisher of the backward that begins; None if this observer does not define one. `sync`: whether there
-        are units that reduce."""
+        """The finisher of the backward that begins; None if this observer does not define one. That of the last
+        observer counts. `sync`: whether there are units that reduce."""
 
     def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
         """Called for this rank's gradient of an unsharded parameter: of leaf `index` of a handle of `unit`."""

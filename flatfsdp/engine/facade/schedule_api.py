@@ -16,6 +16,7 @@ from ..config.schedule_options import reshard_choices
 from ..config.unit_options import PrefetchTargets
 from ..device.streams import Device
 from ..features.comm_hook import all_reduce_hook
+from ..features.deferred_gradients import set_defers
 from ..features.persistent_params import keep_frozen
 from ..features.post_forward import attach_post_forward_shards
 from ..flat.states import IDLE, SUMMONED
@@ -374,7 +375,7 @@ class ScheduleControls(GradientControls):
         """
         check_bool("set_is_last_backward: is_last_backward", is_last_backward)
         check_outside(self._unit, "set_is_last_backward")
-        model_of(self._unit).backwards.is_last_backward = is_last_backward
+        set_defers(model_of(self._unit), later=not is_last_backward)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Has no effect: all reductions are sums, scaled before or after them. For programs written for FSDP2.

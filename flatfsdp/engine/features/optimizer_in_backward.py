@@ -137,7 +137,7 @@ class StepInBackward(Finisher):
                 if unit in self._stepped:
                     unit.enter_phase(STEPPED)
 
-    def backward_ended(self, units: Iterable[Unit], under_way: Sequence[Unit]) -> Finished:
+    def backward_ended(self, units: Iterable[Unit]) -> Finished:
         """Step on the other units, and on gradients left by earlier backwards, to which this one adds none."""
         for unit in units:
             if unit not in self._stepped:

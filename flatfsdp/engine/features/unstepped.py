@@ -78,7 +78,7 @@ class UnsteppedCheck(Observer):
                 self._warn(model)
             looking.discard(weakref.ref(self))
             model.observers.remove(self)
-        elif not self._before and not backward.deferred:  # to read a deferred gradient would wait for it
+        elif not self._before and backward.finisher.pending is None:  # to read a deferred gradient would wait for it
             self._before = [
                 _ParamSnapshot(handle, fqn(unit.place.name, flat_name(kind)))
                 for unit in model.units

@@ -39,6 +39,7 @@ class Gradients:
         slots: where gradients go that arrive now.
         outlive_params: whether the parameters are not read any more when all gradients have come.
         accumulation: the state that lasts from backward to backward.
+        completes: whether the reductions in flight are more than partial sums.
         contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
         absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
         residuals: the errors of earlier reductions, attached where these lose bits; else None.
@@ -56,7 +57,7 @@ class Gradients:
         self._factor_of_sum = 1.0
         self._hooked = False  # [Note: communication hooks]
         self.outlive_params = False
-        self._completes = True  # whether the reductions in flight are more than partial sums
+        self.completes = True
         self._begun = False  # a backward has, and its gradients are not `.grad` yet
         self._taken: Mapping[int, torch.Tensor] | None = None
 
@@ -214,7 +215,7 @@ class Gradients:
         return_buffer = slots.return_buffer
         self.slots = GradientSlots(self._memory, reduce, slots.factor)
         kept.window_open, kept.awaited = False, frozenset() if completes else self.expected
-        self._completes = completes
+        self.completes = completes
         part = ReductionInput(
             handle,
             buffer,
@@ -266,9 +267,9 @@ class Gradients:
             self.unstash_grads()
             self.accumulation.show_window(self.slots)
             return False
-        if self.accumulation.partial is not None or not self._completes:
-            self.accumulation.keep_partial(*((None, set()) if self._completes else (total, contributed)))
-        if left_out or not self._completes:
+        if self.accumulation.partial is not None or not self.completes:
+            self.accumulation.keep_partial(*((None, set()) if self.completes else (total, contributed)))
+        if left_out or not self.completes:
             self.unstash_grads()
             return False
         if downloaded is not None:
@@ -280,20 +281,11 @@ class Gradients:
             _add(sums)
         return True
 
-    @property
-    def can_finish_later(self) -> bool:
-        """Whether the pending reduction can become `.grad` before it is finished. [Note: deferred gradients]"""
-        handle = self.handle
-        if len(self.reducing) != 1 or self.accumulation.partial is not None or not self._completes:
-            return False
-        (part,) = self.reducing
-        arrives_on_shard_device = handle.precision.reduce == handle.precision.grad and not handle.options.offload
-        return arrives_on_shard_device and part.can_finish_later
-
     def finalize_grads_later(self) -> Callable[[], None]:
         """`finalize_grads` without waiting. Returns a function that waits; until then `.grad` has no values yet.
 
-        Preconditions: `can_finish_later`; leaves show the shard.
+        Preconditions: one reduction of a complete sum is in flight, which brings it in the optimizer's dtype to memory
+        of its own; leaves show the shard. [Note: finishers]
         """
         (part,) = self.reducing
         self.reducing.clear()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from .flat_param import FlatParamHandle
 
@@ -29,12 +31,16 @@ class LeafClasses:
         noticed: of leaves outside of forwards and backwards, to which writes would be lost; also to their `.data`.
         requested: of private ones among these, for as long as modules hold them because a user has requested it.
         register: called once with the handle of such parameters; returns a function that leaves them as plain ones.
+        awaited: the gradients that such parameters await; if there are any, `show_awaited` is called with holders that
+            may be used again, since these may have had another class before.
     """
 
     hidden: Mapping[type, Any]
     noticed: Mapping[type, Any]
     requested: Mapping[type, Any]
     register: Callable[[FlatParamHandle], Callable[[], object]]
+    awaited: Collection[Any]
+    show_awaited: Callable[[Sequence[nn.Parameter]], None]
 
 
-PLAIN = LeafClasses(ORIGINAL, ORIGINAL, ORIGINAL, lambda handle: lambda: None)
+PLAIN = LeafClasses(ORIGINAL, ORIGINAL, ORIGINAL, lambda handle: lambda: None, (), lambda holders: None)

@@ -78,14 +78,6 @@ class ReductionInput:
         held = self.buffer is not None and not self.in_place
         return self.handle.layout.padded_numel * self.result.element_size() if held else 0
 
-    @property
-    def can_finish_later(self) -> bool:
-        """Whether the result may arrive without a wait: one exchange brings it, from memory of its own."""
-        if self.reduction is None or self.reduction.replicate is not None or self.buffer is None:
-            return False
-        shares = self.shares_unsharded_buffer or self.handle.is_unsharded_at_rest
-        return not (shares or self.hook is not None or self.downloads)
-
     def release_buffer(self) -> None:
         """Free the input, which is not read any more."""
         if self.buffer is not None and not self.in_place:

@@ -24,7 +24,6 @@ from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
 from ..comm.axes import Axis
 from ..layout.layout import PartOfWhole
-from .deferred_grad import ARRIVALS, show_deferred
 from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
@@ -164,8 +163,8 @@ class ParamViews:
         if face.guarded is not None and face.guarded is not (refuses := mode is SHOWS_NOTHING):
             face.guarded = refuses
             change_classes(face.holders, self.classes.hidden if refuses else ORIGINAL)
-            if ARRIVALS and not refuses:
-                show_deferred(face.holders)
+            if self.classes.awaited and not refuses:
+                self.classes.show_awaited(face.holders)
         for each in self.extended:
             each.uninstall(face.put)
 

@@ -32,11 +32,11 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
-from ..flat.deferred_grad import DeferredGradParameter, wait_for_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.leaf_classes import ORIGINAL, LeafClasses
 from ..flat.views import change_classes
 from ..flat.write_tracker import TracksWrites
+from .deferred_grad import ARRIVALS, DeferredGradParameter, show_deferred, wait_for_grad
 
 
 class ClassVariants(dict[type, type]):
@@ -275,7 +275,7 @@ def _forget(
         remove()
 
 
-GUARDED = LeafClasses(HIDDEN, NOTICED, REQUESTED, may_hide)
+GUARDED = LeafClasses(HIDDEN, NOTICED, REQUESTED, may_hide, ARRIVALS, show_deferred)
 
 
 def has_handle(leaf: torch.Tensor) -> bool:

@@ -45,7 +45,7 @@ from ..schedule.forward_schedule import CheckpointRegion, ForwardRecord
 from . import late_gradients
 from .coalesced_collectives import Coalescer
 from .finish import Finisher
-from .model_facts import lacking_in, leave_out, steppable_of
+from .model_facts import lacking_in, leave_out
 from .turns import Turns
 from .unit import Unit
 from .user_hooks import defer_user_hooks
@@ -121,18 +121,6 @@ class InFlightReductions:
         for reduction in self.reductions:
             reduction.finish()
 
-    @property
-    def can_finish_later(self) -> bool:
-        """Whether the reductions may finish after the backward. [Note: deferred gradients]"""
-        return all(map(_can_finish_later, self.units))
-
-
-def _can_finish_later(unit: Unit) -> bool:
-    """Whether the reductions of `unit` may finish after the backward: only reads of `.grad` depend on them."""
-    if unit.options.comm_hook is not None or hooks.user_hooked((*steppable_of(unit), *unit.trainable_leaves())):
-        return False
-    return all(grads.can_finish_later for grads in unit.grads if grads.reducing)
-
 
 def _largest_gradient(unit: Unit) -> int:
     """Bytes of the largest gradient that a backward can compute, in the compute dtype."""
@@ -154,7 +142,6 @@ class Backward:
         sync: whether any unit reduces.
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
         stays_unsharded: units that stay unsharded after their part, and after the backward.
-        deferred: units whose gradients are still being reduced when it has ended. [Note: deferred gradients]
         schedule: decides on gathers and reductions.
         gathered, reduced: the units whose collectives were issued, in order; the former by index. [Note: issued alike]
         collecting: the graph task in which only the arrival of gradients is to be recorded, if any.
@@ -188,8 +175,7 @@ class Backward:
             together=turns.coalesced(record.anchored),
         )
         self._reductions = schedule.reductions
-        self._reduced_at_the_end: Sequence[Unit] = ()  # their reductions may be running
-        self.deferred: Sequence[Unit] = ()
+        self._reduced_at_the_end: Sequence[Unit] = ()  # their reductions may go on when it has ended
         self.stays_unsharded = stays_unsharded
         self._rules = rules
         self._coalescer = coalescer
@@ -414,9 +400,7 @@ class Backward:
         if self.schedule.brings:
             older, newer = self._in_flight
             older.finish()
-            if self._reduced_at_the_end and newer.can_finish_later:
-                self.deferred = newer.units
-            else:
+            if not (self._reduced_at_the_end and self.finisher.leaves(newer.units)):
                 newer.finish()
             for unit in self.schedule.windows:
                 for grads in unit.grads:

@@ -26,7 +26,7 @@ from ..schedule.forward_schedule import ForwardRecord
 from . import late_gradients
 from .backward import Backward, rules_of
 from .coalesced_collectives import Coalescer
-from .finish import DeferLast, Finisher
+from .finish import Finisher
 from .grad_accumulators import GradAccumulators
 from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
@@ -43,7 +43,6 @@ class BackwardHooks:
 
     Attributes:
         sync: False inside `no_sync()`.
-        is_last_backward: whether backwards end with all of their reductions. [Note: deferred gradients]
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
         iteration: of the model.
         of_unit: the object that the hooks on tensors of each unit hold.
@@ -56,7 +55,6 @@ class BackwardHooks:
     observers: Observers
     coalescer: Coalescer
     sync: bool = True
-    is_last_backward: bool = True
     weight: float = 1.0
     of_unit: dict[Unit, UnitHooks] = field(default_factory=dict)
     # A cache by `sync`, and the version of the options for which it is valid.
@@ -72,7 +70,6 @@ class BackwardHooks:
         """Drive the backwards of `unit`, which `other` has driven."""
         self.of_unit[unit] = other.of_unit[unit]
         self.of_unit[unit].driver = weakref.ref(self)
-        self.is_last_backward = self.is_last_backward and other.is_last_backward
 
     # -- a backward --------------------------------------------------------------------------------------------------
 
@@ -178,9 +175,7 @@ class BackwardHooks:
     def _finisher(self, *, sync: bool) -> Finisher:
         """The finisher of the backward that begins."""
         made = [found for make in self.observers.finisher if (found := make(sync=sync)) is not None]
-        if made or self.is_last_backward or self.observers.backward_ends:
-            return made[0] if made else Finisher()
-        return DeferLast(self.agreement, self.accumulators)
+        return made[-1] if made else Finisher()
 
     def _compare(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, brings: bool, reduces: bool) -> None:
         """Compare the beginning backward over `record` between ranks. `flags`: which parameters require a gradient;

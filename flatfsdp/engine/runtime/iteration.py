@@ -21,14 +21,13 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.peers import Peers
-from ..flat.deferred_grad import PendingGradients
 from ..flat.states import FORWARD as UNIT_FORWARD
 from ..flat.states import GATHERING, SUMMONED
 from ..flat.states import IDLE as UNIT_IDLE
 from ..flat.views import SHOWS_SHARD, check_left
 from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
-from .finish import Finisher
+from .finish import Awaited, Finisher
 from .grad_accumulators import GradAccumulators
 from .resources import Resources
 from .substitutes import KeptSubstitutes
@@ -93,7 +92,7 @@ class Iteration:
         has_freed: whether the running, or last, forward has freed a unit, which its backward gathers again.
         training: whether a backward follows the running forward; inside a reentrant checkpoint, too.
         turns: of units in the forward. [Note: turns]
-        pending: gradients of the last backward that are still being reduced. [Note: deferred gradients]
+        pending: gradients of the last backward that are still being reduced. [Note: finishers]
         left_unreduced: the last backward with reductions computed no gradient on any rank. [Note: left unreduced]
         substitutes: in the arguments of forwards that a backward may recompute in part. [Note: substitutes]
     """
@@ -117,7 +116,7 @@ class Iteration:
         self.is_at_rest = True
         self.has_freed = self.training = self.left_unreduced = False
         self.turns = PLAIN
-        self.pending: PendingGradients | None = None
+        self.pending: Awaited | None = None
         self._units = units
         self._resources = resources
         self._agreement = agreement
@@ -339,7 +338,7 @@ class Iteration:
             unit.reset_to_idle(keep_unsharded=unit in kept)
         self._resources.streams.await_downloads()
         finisher = backward.finisher if backward is not None else Finisher()
-        finished = finisher.backward_ended(units, backward.deferred if backward is not None else ())
+        finished = finisher.backward_ended(units)
         self.pending = finisher.pending
         self._resources.limiter.free_all()
         self.enter(FORWARD if self.depth else IDLE)

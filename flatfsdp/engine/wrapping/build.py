@@ -37,6 +37,7 @@ from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.clip import serve_torchs_norms
 from ..features.conditional_units import attach_conditional_units
+from ..features.deferred_gradients import defer_as
 from ..features.error_feedback import attach_residuals
 from ..features.persistent_params import attach_persistent_params
 from ..features.pipelines import serve_stages
@@ -387,6 +388,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
     check_values_of(model, nested)
+    defer_as(model, nested)
     model.adopt(nested)
     own(unit)
     models.add(model)

@@ -28,6 +28,7 @@ from ..comm.axes import ProcessGroups
 from ..config.unit_options import PrefetchTargets, UnitOptions
 from ..cpu.huge_pages import tracker_for
 from ..dtensor.extended_handle import handle_class
+from ..features.deferred_gradients import defers, set_defers
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.leaf_classes import ORIGINAL
@@ -94,7 +95,7 @@ class UnitPlan:
     elsewhere: dict[int, ProcessGroups]
     mesh: Any
     settings: ModelSettings
-    is_last_backward: bool
+    defers: bool
     built: dict[str, Any]
     options: dict[str, Any]
     in_place: bool = True
@@ -153,7 +154,7 @@ def _plan(unit: Unit, entries: list[nn.Module], owned: Mapping[int, tuple[int, i
         mesh=unit.built.device_mesh,
         # With users' later changes.
         settings=replace(model_of(unit).setup.settings, limit_all_gathers=unit.resources.limiter.limit),
-        is_last_backward=model_of(unit).backwards.is_last_backward,
+        defers=defers(model_of(unit)),
         built={name: getattr(unit.built, name) for name in _BUILT},
         options={name: getattr(unit.options, name) for name in _OPTIONS},
         in_place=in_place,
@@ -218,7 +219,7 @@ def _unit_of(plan: UnitPlan) -> Unit:
         ignore(module, ignored)
     chosen = replace(plan.settings, device=handles[0].device) if handles else plan.settings
     model = new_model(unit, chosen, tracker, units_inside(unit))
-    model.backwards.is_last_backward = plan.is_last_backward
+    set_defers(model, later=plan.defers)
     for entry in plan.entries:
         entry.__dict__["_unit"] = unit
         for name in entry.__dict__.pop(REGISTERED, ()):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .write_tracker import FlatParameter, TracksWrites
+from ..flat.write_tracker import FlatParameter, TracksWrites
 
 _GRAD: Any = torch.Tensor.grad
 
