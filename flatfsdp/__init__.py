@@ -9,17 +9,16 @@ from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
+from .engine.features.conditional_units import ensure_unit_participation
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
-from .engine.features.participation import ensure_unit_participation
 from .engine.features.persistent_params import inference
 from .engine.features.uneven_inputs import join
 from .engine.features.value_checks import check_replicas
 from .engine.flat.flat_param import FlatParameter
-from .engine.inspection.dry_run import dry_run
-from .engine.inspection.memory_plan import Plan, memory_plan
+from .engine.inspection.dry_run import Plan, dry_run, memory_plan
 from .engine.inspection.summary import Stats, UnitSummary, stats, summary, unsharded_shapes
 from .engine.watchdog.regions import collective_region, fail_together
 from .fsdp_module import *  # noqa: F403

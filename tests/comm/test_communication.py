@@ -23,6 +23,7 @@ from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.streams import DONE, PendingWork
 from flatfsdp.engine.flat.reduction import ReductionInput
 from flatfsdp.engine.runtime.backward_hooks import CountingHooks
+from flatfsdp.engine.transports.staged import StagedTransport
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.calls import calls_of
@@ -508,7 +509,7 @@ def test_a_units_unsharded_storage_is_one_for_ever() -> None:
 # -- values, with a group that answers as if all ranks were alike ------------------------------------------------------
 
 
-class Alike(comm.ProcessGroupTransport):
+class Alike(StagedTransport):
     """Every rank has the same gradients: sums in the dtype they come in, one rank after the other."""
 
     def __init__(self, inner: comm.Transport) -> None:

@@ -14,21 +14,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp import comm_hooks
-from flatfsdp.engine.comm import tensor_lists
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.tensor_lists import SMALL
 from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.cpu.collectives import LARGE
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.features.comm_hook import HookReducer, comm_hook
+from flatfsdp.engine.transports import staged
+from flatfsdp.engine.transports.staged import SMALL
 from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.comm.test_exchange import CPU, WAYS, going, in_rank_order, values
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.delayed import DelayedTransport
+from tests.harness.fake import fake_world
 from tests.harness.memory import peak_bytes
 
 pytestmark = pytest.mark.distributed
@@ -65,7 +67,7 @@ def in_one_storage(tensors: list[Tensor]) -> list[Tensor]:
 @contextlib.contextmanager
 def small_is(count: int) -> Iterator[None]:
     """A context in which tensors of at most `count` bytes are small."""
-    with patch.object(tensor_lists, "SMALL", count):
+    with patch.object(staged, "SMALL", count):
         yield
 
 
@@ -133,10 +135,10 @@ def test_lists_arrive_late(pool2: Run, way: str) -> None:
     assert pool2(wrong_answers, way, DelayedTransport) == [[]] * 2
 
 
-def by_torchs_collectives(rank: int, world: int) -> list[str]:
-    """As on a backend of which nothing is known; two ranks' sums have one order."""
+def by_torchs_collectives(rank: int, world: int, plain: bool) -> list[str]:
+    """As on a backend of which nothing is known, and with nothing but the nucleus; two ranks' sums have one order."""
     with going("gloo", rank), served_as("unknown"), small_is(1000):
-        transport = over()
+        transport = over(lambda inner: Transport(**inspect.arguments_of(inner))) if plain else over()
         return [
             line
             for sizes in LISTS
@@ -145,8 +147,38 @@ def by_torchs_collectives(rank: int, world: int) -> list[str]:
         ]
 
 
-def test_lists_travel_by_collectives_of_torchs(pool2: Run) -> None:
-    assert pool2(by_torchs_collectives) == [[]] * 2
+@pytest.mark.parametrize("plain", [False, True], ids=["staged", "each alone"])
+def test_lists_travel_by_collectives_of_torchs(pool2: Run, plain: bool) -> None:
+    assert pool2(by_torchs_collectives, plain) == [[]] * 2
+
+
+def on_one_rank(rank: int, world: int) -> list[str]:
+    transport = EXCHANGES.transport(Axis.alone(), Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker())
+    return [
+        line
+        for sizes in LISTS
+        for check in (gathered_wrongly, summed_wrongly)
+        for line in check(transport, 0, 1, sizes, torch.float32)
+    ]
+
+
+def test_lists_on_an_axis_of_one_rank_are_copied(run: Run) -> None:
+    assert run(1, on_one_rank) == [[]]
+
+
+def test_small_tensors_are_staged_on_every_backend() -> None:
+    """A model that was given other transports computes the same, only slower: counts show it alone."""
+    small, device = [4 * (each + 1) for each in range(70)], Device(CPU)  # more than NCCL sends in one operation
+    for backend in ("gloo", "nccl", "mpi", "of somebody"):
+        with fake_world(4) as group, served_as(backend), over_gloo():
+            stats = CommStats()
+            made = EXCHANGES.transport(Axis.of(group, CPU), device, comm_stats=stats, tracker=MemoryTracker())
+            outputs = [torch.zeros(4 * size) for size in small]
+            shards, sums = [torch.zeros(size) for size in small], torch.zeros(sum(small))
+            made.all_gather_coalesced(outputs, shards, device.new_stream("test")).wait()
+            made.reduce_scatter_coalesced(sums, outputs, device.new_stream("test")).wait()
+            assert stats.counts == {"all_gather": 1, "reduce_scatter": 1}, backend
+            assert stats.staged == stats.bytes["all_gather"] + stats.bytes["reduce_scatter"] > 0, backend
 
 
 # -- the cost ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flatfsdp.engine.base import _torch
-from flatfsdp.engine.comm import pieces as lists
-from flatfsdp.engine.comm.pieces import LARGEST, Row, rows_of
+from flatfsdp.engine.transports import pieces as lists
+from flatfsdp.engine.transports.pieces import LARGEST, Row, rows_of
 
 pytestmark = pytest.mark.unit
 

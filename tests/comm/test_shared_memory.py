@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.comm_stats import CommStats
-from flatfsdp.engine.comm.pieces import Row, rows_of
 from flatfsdp.engine.cpu import exchange as outboxes
 from flatfsdp.engine.cpu import malloc, peers
 from flatfsdp.engine.cpu.chunks import ChunkStream
@@ -37,6 +36,7 @@ from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.cpu.segments import MemorySegment
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
+from flatfsdp.engine.transports.pieces import Row, rows_of
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.thorough import seeds

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp.engine.comm import tensor_lists
 from flatfsdp.engine.comm.axes import Axis
-from flatfsdp.engine.comm.tensor_lists import SMALL, TensorList
 from flatfsdp.engine.device.memory import MemoryTracker
+from flatfsdp.engine.transports import staged
+from flatfsdp.engine.transports.staged import SMALL, TensorList
 
 pytestmark = pytest.mark.unit
 
@@ -47,7 +47,7 @@ def list_of(tensors: list[Tensor]) -> TensorList:
 @pytest.fixture(params=[False, True], ids=["host", "accelerator"])
 def ordered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether lists are served as an accelerator's are."""
-    monkeypatch.setattr(tensor_lists, "is_ordered", lambda target: request.param)
+    monkeypatch.setattr(staged, "is_ordered", lambda target: request.param)
     return bool(request.param)
 
 

@@ -11,12 +11,13 @@ from unittest.mock import patch
 import torch
 
 from flatfsdp.engine.base import autograd
-from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport
+from flatfsdp.engine.comm.transport import Transport
 from flatfsdp.engine.device.streams import PendingWork, Stream
+from flatfsdp.engine.transports.staged import StagedTransport
 from tests.harness import inspect
 
 
-class DelayedTransport(ProcessGroupTransport):
+class DelayedTransport(StagedTransport):
     """A double that delivers late: outputs are NaN (or zero bytes) until `wait()`, even if the backend has already
     finished."""
 

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport, doubled
+from flatfsdp.engine.comm.transport import Transport, doubled
 from flatfsdp.engine.device.streams import PendingWork, Stream
+from flatfsdp.engine.transports.staged import StagedTransport
 from tests.harness import inspect
 
 
@@ -40,7 +41,7 @@ class Link:
         return self._free_at + self._delay
 
 
-class SlowTransport(ProcessGroupTransport):
+class SlowTransport(StagedTransport):
     """A double that delivers the results of a transport once the link has carried them."""
 
     def __init__(self, inner: Transport, link: Link) -> None:

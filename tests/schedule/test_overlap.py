@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.streams import PendingWork
+from flatfsdp.engine.transports.staged import StagedTransport
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world
@@ -109,7 +110,7 @@ class Issued:
         self.wait = wait
 
 
-class Slow(comm.ProcessGroupTransport):
+class Slow(StagedTransport):
     """Every operation takes a beat of its communicator."""
 
     def __init__(self, inner: comm.Transport, clock: Clock) -> None:

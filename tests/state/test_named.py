@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import ProcessGroupTransport, Transport, doubled
+from flatfsdp.engine.comm.transport import Transport, doubled
 from flatfsdp.engine.device.streams import DONE, PendingWork, Stream
+from flatfsdp.engine.transports.staged import StagedTransport
 from flatfsdp.errors import FlatFSDPWarning, UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -395,7 +396,7 @@ def test_16_whole_units_flip_between_steps(frozen: bool, pool2: Run) -> None:
 # --- 17: fp16 reductions at a large world -----------------------------------------------------------------------------
 
 
-class Alike(ProcessGroupTransport):
+class Alike(StagedTransport):
     """A double for the fake group: every rank has the same gradients as this one, added up in their own dtype."""
 
     def __init__(self, inner: Transport) -> None:

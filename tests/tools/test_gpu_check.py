@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp.engine.comm import tensor_lists
 from flatfsdp.engine.comm.axes import served_as
 from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.transports import staged
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
 from tests.harness.thorough import is_thorough
@@ -334,7 +334,7 @@ def test_copies_on_streams_are_as_few_as_goals_have_them(
     engine: str, backend: str, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call is a kernel of a card: `tests/comm/test_tensor_lists.py`."""
-    monkeypatch.setattr(tensor_lists, "is_ordered", lambda target: True)
+    monkeypatch.setattr(staged, "is_ordered", lambda target: True)
     case = Case("small biases", partial(mlp, 3, 1, 128), MLPBlock, 4, 128, 1)
     setting = Setting(case, engine, bf16=True)
     with fake_world(8), FakeDevice() as device, apart():

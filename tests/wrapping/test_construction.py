@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import ProcessGroupTransport, doubled
+from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
+from flatfsdp.engine.transports.staged import StagedTransport
 from flatfsdp.errors import AgreementError, ConfigValueError
 from flatfsdp.wrap import CustomPolicy
 from tests.conftest import Run
@@ -352,12 +353,12 @@ def failing_initialization(net: nn.Module, orig: bool) -> None:
     net[2].load_state_dict(seeded(stack)[2].state_dict())
 
 
-class Failing(ProcessGroupTransport):
+class Failing(StagedTransport):
     """A double whose broadcasts fail from the third on."""
 
     left = 2
 
-    def __init__(self, inner: ProcessGroupTransport) -> None:
+    def __init__(self, inner: StagedTransport) -> None:
         super().__init__(**inspect.arguments_of(inner))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:

@@ -16,11 +16,11 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from flatfsdp.engine.comm.pieces import Row
 from flatfsdp.engine.cpu.exchange import SharedMemory, SharedWork
 from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.flat.gradient_slots import GradientSlots
 from flatfsdp.engine.flat.reduction import ReductionInput
+from flatfsdp.engine.transports.pieces import Row
 
 from . import ranks
 from .clock import CPU_PHASES

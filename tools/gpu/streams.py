@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flatfsdp.engine.comm.axes import served_as
-from flatfsdp.engine.comm.tensor_lists import SMALL as STAGED
+from flatfsdp.engine.transports.staged import SMALL as STAGED
 from tools.benchmark import gpu, ranks
 from tools.benchmark.jobs import Setting, Training
 from tools.benchmark.models import Case, MLPBlock, mlp, tiny_case

@@ -68,6 +68,8 @@ class Agreement(Peers):
         comm_stats: CommStats,
         events: EventLog,
     ) -> None:
+        """Set the `units` of the model, the `names` of their parameters, and the `axes` that they are distributed over,
+        none if this rank is alone. `sharded`: whether any unit is sharded."""
         self.peers.spread_over(axes)
         self._sharded = sharded
         self._names = self.sequence.meetings.names = ModelNames(units, names)

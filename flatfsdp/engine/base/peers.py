@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import warn
 from .hashing import hash63
@@ -115,6 +115,7 @@ class Peers:
         forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
         issued: the collectives of backwards, of all models over one process group.
         scope: the name of this model, the same on all ranks.
+        is_alone: whether there are no other ranks.
     """
 
     scope = ""
@@ -122,7 +123,7 @@ class Peers:
     def __init__(self) -> None:
         self.issued = Issued()
         self.stepped = self.loaded = self.forwards_are_local = False
-        self._alone = True
+        self.is_alone = True
 
     @property
     def diverged(self) -> bool:
@@ -130,24 +131,6 @@ class Peers:
         return False
 
     # -- the model ---------------------------------------------------------------------------------------------------
-
-    def connect(
-        self,
-        axes: Sequence[Any],
-        units: Sequence[UnitEntry],
-        names: Callable[[], Iterable[str]],
-        *,
-        sharded: bool,
-        comm_stats: Any,
-        events: Any,
-    ) -> None:
-        """Set the `units` of the model, the `names` of their parameters, and the `axes` (transports) that they are
-        distributed over, none if this rank is alone. `sharded`: whether any unit is sharded."""
-        self._alone = not axes
-
-    def compare(self, facts: Callable[[], Sequence[Fact]], values: Callable[[], Checksums] | None) -> None:
-        """Compare the models of all ranks by `facts`, and their initial `values` by checksums, if these are needed
-        now."""
 
     def compare_values(self, values: Callable[[], Checksums]) -> None:
         """Compare the initial values of all ranks, once."""
@@ -183,7 +166,7 @@ class Peers:
         each parameter of which this rank has no gradient; returns those of which no rank has one, as far as it is
         known: the gradients of others are zeros there."""
         self.issued.clear()
-        return lacking if self._alone else 0
+        return lacking if self.is_alone else 0
 
     def check_unforeseen(self) -> None:
         """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that

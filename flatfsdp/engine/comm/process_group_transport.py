@@ -4,15 +4,15 @@
 an operation is issued. On an accelerator, the caller has ordered the stream after the kernels that produce them.
 
 [Note: lists] `all_gather_coalesced` and `reduce_scatter_coalesced` communicate a list of tensors as one: those of
-several small units, or the segments of one. Through shared memory, that is one exchange regardless of their number.
-NCCL coalesces several operations into one. Otherwise each tensor is a collective of its own. Where memory is not
-shared, small tensors are staged together. [Note: rows] [Note: staging]
+several small units, or the segments of one. Here each tensor is a collective of its own. The transports that models are
+given need fewer: through shared memory, a list is one exchange regardless of the number of tensors; NCCL coalesces
+several operations into one; otherwise small tensors are staged together. [Note: staging]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
 from .axes import Axis
 from .comm_stats import CommStats
-from .tensor_lists import TensorLists
 
 # All backends support these dtypes. Gathers of other dtypes move bytes.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -41,19 +40,15 @@ class ProcessGroupTransport:
     Attributes:
         casts_shards: whether `all_gather_base` takes a shard of another dtype and device than the output.
         rests: whether `rest` does anything.
-        fewest_staged: the number of small tensors in a list from which on they are staged together.
-        lists: the lists that were communicated.
     """
 
     casts_shards = rests = False
-    fewest_staged = 2
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         self.group = group
         self.device = device
         self.comm_stats = comm_stats
         self.tracker = tracker
-        self.lists = TensorLists(group, tracker, fewest=self.fewest_staged)
 
     @cached_property
     def _beside(self) -> _torch.FlatCollectives:
@@ -116,70 +111,30 @@ class ProcessGroupTransport:
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`all_gather_base` of several outputs (of one dtype) as one. Collective over the group.
+        """`all_gather_base` of several outputs (of one dtype). Collective over the group.
 
-        Shards may have other dtypes and devices: they are cast first. [Note: lists]
+        Shards may have other dtypes and devices: they are cast first, into their slots of the outputs. [Note: lists]
         """
-        listed = self.lists.of(outputs)
-        if not listed.numel:
-            return DONE
-        if stream.is_callers:
-            filled, sent = listed.to_gather(shards)
-        else:
-            with stream.running():
-                filled, sent = listed.to_gather(shards)
-        if len(sent) == 1:  # the usual case: small ones, staged together
-            arriving = self.all_gather_base(filled[0], sent[0], stream)
-        else:
-            arriving = self._gather_each(filled, sent, stream)
-        if not listed.staged:
-            return arriving
-        self.comm_stats.staged += listed.staged
-        if stream.is_callers:
-            return arriving.followed_by(listed.finish_gather, *outputs)
-        return self._followed(arriving, stream, listed.finish_gather, *outputs)
+        rank, pairs = self.group.rank, []
+        for output, shard in zip(outputs, shards, strict=True):
+            if (shard.dtype, shard.device) != (output.dtype, output.device):
+                slot = output.narrow(0, rank * shard.numel(), shard.numel())
+                with stream.running():
+                    copy([slot], [shard])
+                shard = slot
+            pairs.append((output, shard))
+        return all_of([self.all_gather_base(*pair, stream) for pair in pairs])
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        """`reduce_scatter_base` of several tensors (of one dtype) as one. Collective over the group.
+        """`reduce_scatter_base` of several tensors (of one dtype). Collective over the group.
 
         `output` has room for the concatenated results. The stream is ordered after the kernels that produce `fulls`.
         [Note: lists]
         """
-        listed = self.lists.of(fulls)
-        if not listed.numel:
-            return DONE
-        if stream.is_callers:
-            sums, sent = listed.to_reduce(output)
-        else:
-            with stream.running():
-                sums, sent = listed.to_reduce(output)
-        if len(sent) == 1:
-            arriving = self.reduce_scatter_base(sums[0], sent[0], stream)
-        else:
-            arriving = self._reduce_each(sums, sent, stream)
-        if not listed.staged:
-            return arriving
-        self.comm_stats.staged += listed.staged
-        finish = partial(listed.finish_reduction, output)
-        return (
-            arriving.followed_by(finish, output)
-            if stream.is_callers
-            else self._followed(arriving, stream, finish, output)
-        )
-
-    def _gather_each(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        """`all_gather_base` for each pair."""
-        return _all_of([self.all_gather_base(*each, stream) for each in zip(outputs, shards, strict=True)])
-
-    def _reduce_each(
-        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        """`reduce_scatter_base` for each pair."""
-        return _all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
+        results = output.split([full.numel() // self.group.size for full in fulls])
+        return all_of([self.reduce_scatter_base(*pair, stream) for pair in zip(results, fulls, strict=True)])
 
     @property
     def settings(self) -> dict[str, str]:
@@ -263,17 +218,6 @@ class ProcessGroupTransport:
             wait_for(start(self._in_order))
             return stream.communicating(*keep)
 
-    def _followed(
-        self, arriving: PendingWork, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor
-    ) -> PendingWork:
-        """`arriving`, followed by `finish`: if the stream is the caller's, `finish` runs in the wait."""
-        if stream.is_callers:
-            return arriving.followed_by(finish, *keep)
-        with stream.running():
-            arriving.wait()
-            finish()
-            return stream.communicating(*keep)
-
 
 class Several:
     """Several works, waited for as one."""
@@ -287,7 +231,7 @@ class Several:
             work.wait()
 
 
-def _all_of(works: Sequence[PendingWork]) -> PendingWork:
+def all_of(works: Sequence[PendingWork]) -> PendingWork:
     return PendingWork(work=Several(works))
 
 
@@ -306,3 +250,22 @@ def wait_for(work: Work | None) -> None:
     if work is not None:
         with blocked():
             work.wait()  # on backends with stream-ordered works, only orders the stream
+
+
+def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Fill each target from its source, which does not overlap it and may have another dtype or device."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking=is_ordered(targets[0]))
+    elif targets:
+        _torch.foreach_copy_(targets, sources, non_blocking=is_ordered(targets[0]))
+
+
+def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy`, but skip sources that are their targets (same address)."""
+    apart = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+    copy([target for target, _ in apart], [source for _, source in apart])
+
+
+def is_ordered(target: torch.Tensor) -> bool:
+    """Whether later reads of `target` are ordered after a non-blocking copy to it."""
+    return target.device.type != "cpu"

@@ -2,8 +2,8 @@
 `PendingWork`.
 
 [Note: transports] A transport carries out collectives over one axis, and `Exchanges` chooses it. `SingleRank` serves an
-axis of one rank, `CoalescingNccl` NCCL. `ProcessGroupTransport` uses torch's flat collectives, and serves every backend
-for which the model was given no transport.
+axis of one rank. `ProcessGroupTransport` uses torch's flat collectives, and serves every backend for which the model
+was given no transport.
 """
 
 from __future__ import annotations
@@ -16,68 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ...api import MixedPrecision
-from ..base import _torch
-from ..base.overrides import Override, is_memoryless
+from ..base.overrides import Override
 from ..base.wait_limits import blocked
 from ..device.memory import MemoryTracker
-from ..device.streams import DONE, Device, PendingWork, Stream, Work, accelerator
+from ..device.streams import DONE, Device, PendingWork, Stream, accelerator
 from .axes import Axis
 from .comm_stats import CommStats
-from .pieces import Row, copy_apart
-from .process_group_transport import ProcessGroupTransport, as_bytes, real, wait_for
-
-
-class CoalescingNccl(ProcessGroupTransport):
-    """NCCL, which coalesces several collectives into one operation. (Dry runs do not issue it: torch does not support
-    that on tensors without memory.)
-
-    Messages are batches, of one: for a bare send or receive torch connects the two ranks by a communicator of their
-    own, which costs memory of the device for each pair.
-    """
-
-    fewest_staged = 65  # for fewer tensors, a coalesced operation takes less time of the host than copies
-
-    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
-        self.all_reduce_now(own.new_zeros(1, dtype=torch.float32))  # connects all ranks, which a batch of two cannot
-        super().scatter_now(own, piece_of)
-
-    def _send(self, tensor: torch.Tensor, target: int) -> None:
-        self._message(dist.isend, tensor, target)
-
-    def _receive(self, tensor: torch.Tensor, source: int) -> None:
-        self._message(dist.irecv, tensor, source)
-
-    def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> None:
-        self.comm_stats.messages += 1
-        if tensor.numel():
-            message = dist.P2POp(operation, as_bytes(tensor), self.group.ranks[peer], self.group.process_group)
-            for work in dist.batch_isend_irecv([message]):
-                wait_for(work)
-
-    def _gather_each(
-        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        pairs = [
-            (as_bytes(output), as_bytes(shard)) for output, shard in zip(outputs, shards, strict=True) if output.numel()
-        ]
-        unsharded, own = [output for output, _ in pairs], [shard for _, shard in pairs]
-        self.comm_stats.log("all_gather", sum(output.nbytes for output in unsharded))
-
-        def start(flat: _torch.FlatCollectives) -> Work | None:
-            return None if is_memoryless() else flat.gather_grouped(unsharded, own)
-
-        return self._issue(stream, start, *unsharded, *own)
-
-    def _reduce_each(
-        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
-    ) -> PendingWork:
-        sums, wholes = ([real(each) for each in tensors if each.numel()] for tensors in (outputs, fulls))
-        self.comm_stats.log("reduce_scatter", sum(full.nbytes for full in wholes))
-
-        def start(flat: _torch.FlatCollectives) -> Work | None:
-            return None if is_memoryless() else flat.reduce_scatter_grouped(sums, wholes)
-
-        return self._issue(stream, start, *wholes, *sums)
+from .process_group_transport import ProcessGroupTransport, copy_apart
 
 
 class SingleRank(ProcessGroupTransport):
@@ -102,7 +47,7 @@ class SingleRank(ProcessGroupTransport):
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
-        return self.all_gather_coalesced(Row(fulls).of(output).pieces, fulls, stream)
+        return self.all_gather_coalesced(output.split([full.numel() for full in fulls]), fulls, stream)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         return DONE
@@ -142,19 +87,20 @@ doubled = _double.being  # a context in which every new transport is wrapped (fo
 
 @dataclass(frozen=True)
 class Exchanges:
-    """The ways in which a model exchanges tensors; by default those of torch's backends. [Note: transports]
+    """The ways in which a model exchanges tensors; by default those of torch. [Note: transports]
 
     Attributes:
-        by_backend: the transports of backends, by name, that have one of their own.
+        by_backend: the transports of backends, by name, that have one of their own; other: that of all others.
         in_few_bits: the encodings of parameters and of gradients with this precision; None: as they are.
     """
 
-    by_backend: Mapping[str, type[Transport]] = field(default_factory=lambda: {"nccl": CoalescingNccl})
+    by_backend: Mapping[str, type[Transport]] = field(default_factory=dict)
+    other: type[Transport] = Transport
     in_few_bits: Callable[[MixedPrecision], tuple[Encoding | None, Encoding | None]] = lambda mixed: (None, None)
 
     def transport(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
         """A new transport for `group`, chosen by backend and world size."""
-        kind = SingleRank if group.process_group is None else self.by_backend.get(group.served_as, Transport)
+        kind = SingleRank if group.process_group is None else self.by_backend.get(group.served_as, self.other)
         made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
         return _double.value(made) if _double.value is not None else made
 

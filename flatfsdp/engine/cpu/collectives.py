@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..comm.comm_stats import CommStats
-from ..comm.pieces import Row
 from ..device.memory import MemoryTracker
 from ..device.streams import PendingWork
+from ..transports.pieces import Row
 from .chunks import longest_chunk
 from .exchange import SharedMemory, SharedWork
 from .operations import Operation

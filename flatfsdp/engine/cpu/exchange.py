@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from ...errors import UsageError
 from ..base import _torch
-from ..comm.pieces import Row
 from ..comm.process_group_transport import OtherCollectiveError
+from ..transports.pieces import Row
 from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
 from .malloc import retains_host_memory

@@ -31,11 +31,11 @@ from ..base.overrides import is_memoryless
 from ..base.wait_limits import blocked
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
-from ..comm.pieces import Row, add_up, copy, copy_apart, cut, rows_of
-from ..comm.process_group_transport import ProcessGroupTransport, Several, as_bytes
-from ..comm.tensor_lists import TensorList
+from ..comm.process_group_transport import Several, as_bytes, copy, copy_apart
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
+from ..transports.pieces import Row, add_up, cut, rows_of
+from ..transports.staged import StagedTransport, TensorList
 from .collectives import SharedMemoryExchange, SimulatedSharedMemory, waits_early_if_large
 from .groups import capacity_of, of_group, would_share
 
@@ -45,7 +45,7 @@ MOST_RANKS = 8  # that gather in place; for a larger number, as many broadcasts 
 SECONDS = 2.0  # limit of the wait at exit; a worker in an operation that never completes sleeps, so is not waited for
 
 
-class DeterministicGloo(ProcessGroupTransport):
+class DeterministicGloo(StagedTransport):
     """gloo: reductions sum in rank order, and tensors on the CPU are exchanged through shared memory if the ranks have
     it."""
 

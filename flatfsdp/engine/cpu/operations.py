@@ -10,7 +10,7 @@ import torch
 
 from ..base import _torch
 from ..base.hashing import hash63
-from ..comm.pieces import Row, add_up, cut
+from ..transports.pieces import Row, add_up, cut
 from .chunks import Chunk
 
 

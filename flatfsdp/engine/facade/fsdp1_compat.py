@@ -312,11 +312,19 @@ class FSDP1Names:
 
 def _change_prefetch(unit: Unit, setting: str, backward: BackwardPrefetch | None, forward: bool) -> None:
     check_outside(unit, setting)
-    before = unit.options.backward_prefetch, unit.options.forward_prefetch
-    model_of(unit).setup.set_prefetch(unit, backward, forward)
+    if backward is BackwardPrefetch.BACKWARD_MID and not unit.built.counts_gradients:
+        raise ConfigValueError(
+            f"backward_prefetch of unit {unit.label}: got BACKWARD_MID, which counts gradients from the first "
+            "forward on. Pass it to the constructor"
+        )
+    set_options, before = model_of(unit).setup.set_options, unit.options
+    named = {"prefetch_was_set": True, "names_prefetch": True}
+    set_options(unit, backward_prefetch=backward, forward_prefetch=forward, **named)
     if unit.options.schedule.unshard_async_op:
         try:
             check_prefetches_on_request(unit, "set_unshard_async_op")
         except ConfigValueError:
-            model_of(unit).setup.set_prefetch(unit, *before)
+            set_options(
+                unit, backward_prefetch=before.backward_prefetch, forward_prefetch=before.forward_prefetch, **named
+            )
             raise

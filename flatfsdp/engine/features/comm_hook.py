@@ -25,13 +25,13 @@ import torch
 from ... import comm_hooks
 from ...errors import UsageError, fail, refuse_type, shown
 from ..comm.axes import ProcessGroups
-from ..comm.pieces import rows_of
 from ..comm.transport import Reducer, Transport
 from ..config.precision import gradient_scaling
 from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream, Work
 from ..models.rest import check_outermost, check_outside, quiesce
 from ..runtime.unit import Unit
+from ..transports.pieces import rows_of
 
 _TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 

@@ -21,10 +21,10 @@ from ..agreement.rank_exchange import RankExchange
 from ..base.events import Observer
 from ..base.hashing import hash63
 from ..base.peers import Checksums
+from ..models.introduction import own_pieces
 from ..models.rest import check_outside, outermost_model, quiesce, take_over
 from ..models.spread import all_part_axes, apart, beside
 from ..runtime.model import Model, model_of
-from ..runtime.model_facts import own_pieces
 from ..runtime.unit import Unit
 
 EVERY = 1000

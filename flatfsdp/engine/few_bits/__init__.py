@@ -1,4 +1,4 @@
 """Exchanges of numbers that are quantized block-wise to few bits, over the transports of any backend.
 
-Imports `comm` and what it imports.
+Imports `transports` and what it imports.
 """

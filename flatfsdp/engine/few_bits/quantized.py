@@ -49,6 +49,7 @@ from ..comm.process_group_transport import ProcessGroupTransport, real
 from ..comm.transport import Encoding, Reducer, Transport
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
+from ..transports.staged import followed
 from .block_codec import BlockCodec, codecs
 
 QUANTIZED, RESIDUAL = "quantized", "residual"  # of bytes
@@ -91,7 +92,7 @@ class QuantizedTransport(ProcessGroupTransport):
                 self._compute(whole.numel(), self._codec.decode_into, whole, part)
             buffer.free()
 
-        return self._followed(arriving, stream, unpack, *outputs)
+        return followed(arriving, stream, unpack, *outputs)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum this rank's piece of `full` and the decoded pieces of the other ranks into `output`. Collective."""
@@ -124,7 +125,7 @@ class QuantizedTransport(ProcessGroupTransport):
                 self._add_up(piece, rows, whole[rank])
             arrived.free()
 
-        return self._followed(arriving, stream, add_up, output, *fulls, *owed)
+        return followed(arriving, stream, add_up, output, *fulls, *owed)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum `tensor` over ranks in place: all ranks decode the same sums. Collective; on a CPU its wait is collective
@@ -172,7 +173,7 @@ class QuantizedTransport(ProcessGroupTransport):
             sent.free()
             arrived.free()
 
-        return self._followed(arriving, stream, share, tensor)
+        return followed(arriving, stream, share, tensor)
 
     def compensated(self, residuals: Sequence[Residuals]) -> QuantizedTransport:
         """A copy with these `residuals`, for the reduction of one flat gradient or of several joined ones."""

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observer
 from ..models.walks import unmanaged_parameters
 from ..runtime.unit import Unit
 from .enclosing_ddp import check_enclosing
+from .fast_paths import keep_out_inside
 from .late_ties import follow_ties
 
 
@@ -20,11 +22,17 @@ class SetupChecks(Observer):
     """The checks of one model."""
 
     def setup_begins(self, units: Sequence[Unit]) -> None:
-        """Refuse `units` that do not fit together, and follow ties that were made after they were built."""
+        """Refuse `units` that do not fit together, and follow what was done to the model after they were built."""
+        keep_out_inside(units)
         check_hooked(units)
         check_targets(units)
         check_enclosing(units)
         follow_ties([unit for unit in units if unit.entries.in_place])
+        if not any(unit.handles for unit in units):
+            warn_once_per_job(
+                f"{units[-1].entries.class_name} is wrapped, but no unit of it has parameters: they are all "
+                "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
+            )
 
     def placed(self, units: Sequence[Unit], device: torch.device) -> None:
         """Refuse tensors in no unit, or elsewhere than on `device`."""

@@ -1,21 +1,41 @@
-"""One process that simulates a rank of a job of any size: everything but memory, values and other ranks.
+"""One process that simulates a rank of a job of any size: everything but memory, values and other ranks; and the plan
+of that rank's memory and traffic.
 
 [Note: dry run] The memory and traffic of a rank follow from the engine's own decisions, so a dry run takes them all:
 units, schedule and accounting are those of any run. Tensors have shapes and no memory, and process groups send nothing.
+
+[Note: stand-in forwards] The schedule depends on the order of units and on the positions at which gradients arrive, not
+on the computation of modules. So each unit's module gets a forward that uses its parameters, and calls the units
+inside, in the order of their declaration; in most models that is the order of use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from ...errors import ConfigValueError, UsageError, rank_kept
 from ..base import _torch
+from ..base._dtensor import local_bytes
+from ..base.overrides import is_memoryless
 from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
 from ..features.fake_tensors import without_memory
+from ..features.optimizer_in_backward import OptimizerInBackward
+from ..models.rest import outermost_model
+from ..runtime.model_facts import steppable_of
+from ..runtime.unit import Unit
+from .summary import UnitSummary, stats, units_in_order
+
+SETTLING = 2  # iterations until the order, coalescing and memory sharing, which depends on these, are known
 
 
 @contextmanager
@@ -106,3 +126,209 @@ class SimulatedStreams:
             yield
         finally:
             self._current.pop()
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and traffic of one rank. All sizes are bytes.
+
+    Attributes:
+        units: of the model, as in `summary`.
+        params: shards, padding included.
+        grads: sharded gradients, between the end of a backward and the optimizer's step, if all parameters get one.
+        optimizer: the optimizer's state after a step, by the name of the state; empty without an optimizer.
+        buffers: the model's buffers, and parameters that no unit owns.
+        unsharded_peak: unsharded parameters at their peak, as `stats(model).bytes_unsharded_peak`.
+        at_peak: the engine's memory when that is the largest, by kind, as `stats(model).bytes_at_peak`.
+        comm: kind of collective to (calls, bytes) in one step, as `stats(model).comm`.
+        residuals: the errors of quantized gradients, with error feedback.
+    """
+
+    units: tuple[UnitSummary, ...]
+    params: int
+    grads: int
+    optimizer: dict[str, int]
+    buffers: int
+    unsharded_peak: int
+    at_peak: dict[str, int]
+    comm: dict[str, tuple[int, int]]
+    residuals: int = 0
+
+    @property
+    def between_steps(self) -> int:
+        """The memory held after `zero_grad()`."""
+        return self.params + self.residuals + sum(self.optimizer.values()) + self.buffers
+
+    @property
+    def peak(self) -> int:
+        """The most held at one time, except activations and an optimizer's temporary memory during its step."""
+        during_step = self.params + self.grads + self.residuals
+        return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
+
+
+def memory_plan(
+    model: Any,
+    optimizer: torch.optim.Optimizer | OptimizerInBackward | None = None,
+    *,
+    microbatches: int = 1,
+    max_norm: float | None = None,
+) -> Plan:
+    """Memory and traffic of a rank of the simulated job in a step of training, once it has settled.
+
+    It runs steps of `model` in which its modules compute nothing: every unit once, and its parameters, in the order of
+    declaration. For a model that uses them in another order, several times or not at all, the plan differs accordingly.
+    It does not include the traffic of `detect_nonfinite()` and of a gradient scaler.
+
+    Args:
+        model: the outermost wrapper, or module of `fully_shard`, made inside `dry_run()`.
+        optimizer: built on its parameters, or the result of `optimizer_in_backward`.
+        microbatches: backwards of a step; all but the last only accumulate.
+        max_norm: the norm to which the step clips gradients, by `model.clip_grad_norm_`; the traffic of torch's
+            function of that name for DTensors is not in the plan.
+
+    Raises:
+        ConfigValueError: `microbatches` below 1.
+        UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer reads values.
+
+    Example:
+        >>> import torch, flatfsdp
+        >>> with flatfsdp.dry_run(8):
+        ...     model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(1024, 1024), use_orig_params=True)
+        ...     figures = flatfsdp.memory_plan(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+        >>> figures.params, figures.comm["reduce_scatter"]
+        (524800, (1, 4198400))
+    """
+    units = outermost_model(model, "memory_plan").units
+    if not is_memoryless():
+        raise UsageError(
+            "memory_plan() was called outside of dry_run(), where its steps would train the model on tensors without "
+            "data. Wrap the model, and call it, inside dry_run()"
+        )
+    if microbatches < 1:
+        raise ConfigValueError(f"memory_plan(): expected microbatches of at least 1, found {microbatches}")
+    stepper = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
+    figures = stats(model)
+    with _stand_in_forwards(units):
+        for _ in range(SETTLING + 1):
+            figures.reset()
+            for number in range(microbatches):
+                model.set_requires_gradient_sync(number == microbatches - 1)
+                model(torch.zeros(())).float().backward()
+            if max_norm is not None:
+                model.clip_grad_norm_(max_norm)
+            comm, at_peak, unsharded, grads = (
+                figures.comm,
+                figures.bytes_at_peak,
+                figures.bytes_unsharded_peak,
+                figures.bytes_grads,
+            )
+            if stepper is not None:
+                _step(stepper)
+            model.zero_grad()
+        return Plan(
+            units=tuple(units_in_order(model)),
+            params=figures.bytes_params,
+            grads=grads,
+            optimizer=_state_of(stepper),
+            buffers=_besides(model, units),
+            unsharded_peak=unsharded,
+            at_peak=at_peak,
+            comm=comm,
+            residuals=figures.bytes_residuals,
+        )
+
+
+@contextmanager
+def _stand_in_forwards(units: list[Unit]) -> Iterator[None]:
+    """Replace the forwards of `units` by ones that compute nothing with all parameters. [Note: stand-in forwards]"""
+    leaves: dict[nn.Module, list[nn.Parameter]] = {}
+    for unit in units:
+        for param_ref in (*unit.param_refs, *unit.shared_refs):
+            leaves.setdefault(param_ref.module, []).append(param_ref.leaf)
+    own = [(entry, entry.__dict__.get("forward")) for unit in units for entry in unit.entries]
+    for module, _ in own:
+        module.forward = _stand_in_forward(list(_used(module, leaves)))
+    try:
+        yield
+    finally:
+        for module, forward in own:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _used(module: nn.Module, leaves: dict[nn.Module, list[nn.Parameter]]) -> Iterator[nn.Module | nn.Parameter]:
+    """The parameters of `module`'s unit, and the units inside, in the order of declaration."""
+    yield from leaves.get(module, ())
+    for child in module._modules.values():
+        if child is not None:
+            yield from [child] if isinstance(child.__dict__.get("_unit"), Unit) else _used(child, leaves)
+
+
+def _stand_in_forward(used: list[nn.Module | nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    calls: list[Callable[[Tensor], Tensor]] = []
+    for _, run in groupby(used, lambda each: isinstance(each, nn.Module)):
+        members = list(run)
+        inner = [each for each in members if isinstance(each, nn.Module)]
+        calls += inner or [partial(_use, members)]
+
+    def forward(x: Tensor) -> Tensor:
+        for call in calls:
+            x = call(x)
+        return x
+
+    return forward
+
+
+def _use(parameters: list[Any], x: Tensor) -> Tensor:
+    used: Tensor = _UseParams.apply(x, *parameters)
+    return used
+
+
+class _UseParams(torch.autograd.Function):
+    """An operation that takes parameters: its backward returns gradients for those that are trainable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            torch.empty(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return (grad, *grads)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UsageError(
+            f"memory_plan(): a step of {type(optimizer).__name__} fails on tensors without values "
+            f"({type(error).__name__}: {error}). Its state cannot be estimated; call memory_plan() without it"
+        ) from error
+
+
+def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes of an optimizer's state by name."""
+    found: dict[str, int] = {}
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                found[name] = found.get(name, 0) + local_bytes(value)
+    return found
+
+
+def _besides(model: nn.Module, units: list[Unit]) -> int:
+    """Bytes of buffers and of parameters that no unit owns."""
+    owned = {id(each) for unit in units for handle in unit.handles for each in handle.parameters}
+    owned |= {id(each) for unit in units for each in steppable_of(unit)}
+    others: list[Any] = [parameter for parameter in model.parameters() if id(parameter) not in owned]
+    return sum(tensor.nbytes for tensor in [*model.buffers(), *others])

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
-from ..runtime.model_facts import each_once, own_axes
 from ..runtime.unit import Unit
 
 
@@ -53,6 +52,21 @@ def all_part_axes(units: Sequence[Unit]) -> list[Transport]:
     """Every axis of parts of parameters in `units`, each once."""
     extended = ((unit, kind) for unit in units for kind, views in enumerate(unit.views) if views.extended)
     return each_once(axis.transport for where in extended for axes in part_axes(*where) for axis in axes)
+
+
+def each_once(axes: Iterable[Transport]) -> list[Transport]:
+    """The first of `axes` over each process group."""
+    found: dict[int, Transport] = {}
+    for axis in axes:
+        found.setdefault(id(axis.group.process_group), axis)
+    return list(found.values())
+
+
+def own_axes(units: Sequence[Unit]) -> list[Transport]:
+    """The axes over which `units` are gathered and reduced, each once."""
+    found = [transports for unit in reversed(units) for transports in unit.axes.transports.values()]
+    axes = [each for transports in found for each in (transports.scatter, transports.replicate)]
+    return each_once(axis for axis in axes if axis is not None and axis.group.size > 1)
 
 
 def axes_of(units: Sequence[Unit]) -> list[Transport]:

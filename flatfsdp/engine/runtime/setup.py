@@ -8,16 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...api import BackwardPrefetch
-from ...errors import ConfigValueError, UsageError, logger
+from ...errors import UsageError
 from ..base.events import Observers
 from ..base.peers import Checksums, Peers
-from ..comm.axes import ProcessGroups, extent_of, groups_in_words
-from ..comm.transport import Transport
+from ..comm.axes import ProcessGroups
 from ..flat.param_refs import ParamRef
-from . import fast_paths
 from .coalesced_collectives import Coalescer
-from .model_facts import describe, names_in, names_of_leaves, own_axes, unit_entries
+from .model_facts import names_of_leaves
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
@@ -36,8 +33,8 @@ class Setup:
         placed: whether the devices of all tensors were verified after the last `.to()`.
         version: of the options; caches of values that depend on them compare it.
         words_of_choices: the cached `description`; None after a change.
-        axes_of: returns the axes over which units are spread, where more than their own attached from outside.
         checksums: returns those of the initial values of units, if they are to be compared; attached from outside.
+        introduce: compares the units with those of other ranks, before the first collective; attached from outside.
     """
 
     units: list[Unit]
@@ -50,8 +47,8 @@ class Setup:
     ready: bool = False
     placed: bool = False
     version: int = 0
-    axes_of: Callable[[Sequence[Unit]], list[Transport]] = own_axes
     checksums: Callable[[], Checksums] = list
+    introduce: Callable[..., None] | None = None
     words_of_choices: str | None = None
 
     @property
@@ -82,39 +79,18 @@ class Setup:
                 handle.name = name
                 parameters += len(handle.leaves)
             self.connect(unit)
-        fast_paths.keep_out_inside(names, units)
         for observe in self.observers.setup_begins:
             observe(units)
         # Tensors that were loaded instead of parameters, on the meta device or not.
         self.write_back([unit for unit in units if unit.entries.in_place])
         self.check_placed()
         self.choose_unshard_stream()
-        if not any(unit.handles for unit in units):
-            self.agreement.warn(
-                f"{outermost.entries.class_name} is wrapped, but no unit of it has parameters: they are all "
-                "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
-            )
         if training:
             self.write_back(units)  # a tensor that a user assigned instead of a parameter is no initial value
-        self.agreement.connect(
-            self.axes_of(units),
-            unit_entries(units),
-            names_in(units),
-            sharded=any(unit.axes.is_spread for unit in units),
-            comm_stats=self.resources.comm_stats,
-            events=self.resources.events,
-        )
-        settings = self.settings
-        self.agreement.compare(
-            functools.partial(
-                describe, units, check_values=settings.check_values, join_units_below=settings.join_units_below
-            ),
-            self.checksums if training else None,
-        )
+        self.agreement.is_alone = all([groups.world == 1 for unit in units for groups in unit.axes.all])
+        if self.introduce is not None:
+            self.introduce(self, training=training)
         self.ready = True
-        for plan in {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}.values():
-            logger.info("%s over %s: %s", plan.strategy.name, extent_of(plan), groups_in_words(plan))
-        logger.debug("initialized %d units: %s", len(units), ", ".join([unit.label for unit in units]))
 
     def check_placed(self) -> None:
         """Tensors may have moved since: let observers refuse those that are not where they compute, and measure."""
@@ -211,25 +187,6 @@ class Setup:
     def set_schedule(self, unit: Unit, **changes: Any) -> None:
         """Change the schedule options of `unit`. [Note: schedule]"""
         self.set_options(unit, schedule=replace(unit.options.schedule, **changes))
-
-    def set_prefetch(self, unit: Unit, backward: BackwardPrefetch | None, forward: bool) -> None:
-        """Change the prefetch arguments of `unit`.
-
-        Raises:
-            ConfigValueError: BACKWARD_MID, which counts gradients from the first forward on.
-        """
-        if backward is BackwardPrefetch.BACKWARD_MID and not unit.built.counts_gradients:
-            raise ConfigValueError(
-                f"backward_prefetch of unit {unit.label}: got BACKWARD_MID, which counts gradients from the first "
-                "forward on. Pass it to the constructor"
-            )
-        self.set_options(
-            unit,
-            backward_prefetch=backward,
-            forward_prefetch=forward,
-            prefetch_was_set=True,
-            names_prefetch=True,
-        )
 
     @property
     def description(self) -> str:

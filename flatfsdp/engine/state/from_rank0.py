@@ -17,7 +17,7 @@ from ...errors import UsageError
 from ..agreement.object_collectives import firsts, is_first_of
 from ..base.plain_data import decode, encode
 from ..comm.transport import Transport
-from ..runtime.model_facts import own_axes
+from ..models.spread import own_axes
 from ..runtime.unit import Unit
 from .model.distributed_values import LazyValue
 from .named_param import named_buffers

@@ -21,9 +21,10 @@ from ..flat.param_refs import ParamRef, check_param_refs
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import unaliased
 from ..models.rest import collective_call, quiesce
+from ..models.spread import own_axes
 from ..models.walks import register_leaves
 from ..runtime.model import model_of
-from ..runtime.model_facts import names_of_leaves, own_axes
+from ..runtime.model_facts import names_of_leaves
 from ..runtime.module_tree import put_at_rest
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in

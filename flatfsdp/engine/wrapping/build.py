@@ -49,20 +49,19 @@ from ..flat.faces import FaceMaker, FlatFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
+from ..guards.fast_paths import keep_out
 from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
 from ..layout.layout import PartOfWhole
+from ..models.introduction import introduce, own_pieces
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..models.rest import wait_for_gradients
-from ..models.spread import axes_of
 from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..parts.strides import stride_by_rows
-from ..runtime import fast_paths
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
-from ..runtime.model_facts import own_pieces
 from ..runtime.module_tree import put_at_rest
 from ..runtime.resources import ModelSettings, Resources
 from ..runtime.unit import Unit
@@ -175,7 +174,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     if not front.entries:
         watch((*param_refs, *shared_refs, *unit.leaves.listing.flat))
     put_at_rest(unit)
-    fast_paths.keep_out(unit.entries)
+    keep_out(unit.entries)
     _ignore(ignored_modules, ignored_refs)
     model = new_model(unit, ModelSettings.of(config, device), tracker, nested)
     own_besides(unit, replaced)
@@ -384,7 +383,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
             agreement.member.count(axis, unit.entries.class_name)
             break
     model = Model(unit, resources, settings, agreement)
-    model.setup.axes_of = axes_of
+    model.setup.introduce = introduce
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
     check_values_of(model, nested)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..base import autograd as hooks
-from .unit import Unit
+from ..runtime.unit import Unit
 
 _READ = (nn.MultiheadAttention, nn.Linear, nn.LayerNorm)  # modules whose weights such a layer reads
 
@@ -29,10 +29,9 @@ def keep_out(modules: Iterable[nn.Module]) -> None:
             hooks.before_forward(module, _nothing)
 
 
-def keep_out_inside(modules: Iterable[nn.Module], units: Sequence[Unit]) -> None:
-    """Remove these hooks from entries of `units` that are not inside of such layers. `modules`: all of the model, the
-    outermost first."""
-    outermost, *rest = modules
+def keep_out_inside(units: Sequence[Unit]) -> None:
+    """Remove these hooks from entries of `units`, all of a model, that are not inside of such layers."""
+    outermost, *rest = units[-1].entries.first.modules()
     inside: set[nn.Module] = set()
     for layer in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoderLayer)]:
         inside.update(each for each in layer.modules() if each is not layer)

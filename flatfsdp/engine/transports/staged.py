@@ -1,4 +1,4 @@
-"""Communication of lists of tensors without shared memory: large tensors in place, small ones staged together.
+"""Lists of tensors as one collective, without shared memory: large tensors in place, small ones staged together.
 
 [Note: staging] A collective for each of many small tensors would take longer than copies. So tensors of at most `SMALL`
 bytes are communicated together in a *staging buffer*, which has a row for each rank, with a piece of each tensor.
@@ -12,14 +12,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..base import _torch
+from ..base.overrides import is_memoryless
+from ..comm.axes import Axis
+from ..comm.comm_stats import CommStats
+from ..comm.process_group_transport import ProcessGroupTransport, all_of, as_bytes, copy, is_ordered, real, wait_for
+from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer, MemoryTracker
-from .axes import Axis
-from .pieces import Row, copy, is_ordered, rows_of
-from .tensor_groups import TensorGroup
+from ..device.streams import DONE, Device, PendingWork, Stream, Work
+from .pieces import Row, rows_of
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
 KNOWN = 256  # lists that a transport remembers
@@ -223,3 +229,145 @@ class TensorLists:
         made = TensorList(tensors, self._group, self._tracker, fewest=self._fewest, forget=forget)
         self._known[key] = made
         return made
+
+
+class StagedTransport(ProcessGroupTransport):
+    """torch's collectives, with lists of tensors as one collective, if they are small.
+
+    Attributes:
+        fewest_staged: the number of small tensors in a list from which on they are staged together.
+        lists: the lists that were communicated.
+    """
+
+    fewest_staged = 2
+
+    def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
+        super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
+        self.lists = TensorLists(group, tracker, fewest=self.fewest_staged)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """`all_gather_base` of several outputs (of one dtype) as one. Collective over the group.
+
+        Shards may have other dtypes and devices: they are cast first. [Note: lists]
+        """
+        listed = self.lists.of(outputs)
+        if not listed.numel:
+            return DONE
+        if stream.is_callers:
+            filled, sent = listed.to_gather(shards)
+        else:
+            with stream.running():
+                filled, sent = listed.to_gather(shards)
+        if len(sent) == 1:  # the usual case: small ones, staged together
+            arriving = self.all_gather_base(filled[0], sent[0], stream)
+        else:
+            arriving = self._gather_each(filled, sent, stream)
+        if not listed.staged:
+            return arriving
+        self.comm_stats.staged += listed.staged
+        if stream.is_callers:
+            return arriving.followed_by(listed.finish_gather, *outputs)
+        return followed(arriving, stream, listed.finish_gather, *outputs)
+
+    def reduce_scatter_coalesced(
+        self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """`reduce_scatter_base` of several tensors (of one dtype) as one. Collective over the group.
+
+        `output` has room for the concatenated results. The stream is ordered after the kernels that produce `fulls`.
+        [Note: lists]
+        """
+        listed = self.lists.of(fulls)
+        if not listed.numel:
+            return DONE
+        if stream.is_callers:
+            sums, sent = listed.to_reduce(output)
+        else:
+            with stream.running():
+                sums, sent = listed.to_reduce(output)
+        if len(sent) == 1:
+            arriving = self.reduce_scatter_base(sums[0], sent[0], stream)
+        else:
+            arriving = self._reduce_each(sums, sent, stream)
+        if not listed.staged:
+            return arriving
+        self.comm_stats.staged += listed.staged
+        finish = partial(listed.finish_reduction, output)
+        return arriving.followed_by(finish, output) if stream.is_callers else followed(arriving, stream, finish, output)
+
+    def _gather_each(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """`all_gather_base` for each pair."""
+        return all_of([self.all_gather_base(*each, stream) for each in zip(outputs, shards, strict=True)])
+
+    def _reduce_each(
+        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        """`reduce_scatter_base` for each pair."""
+        return all_of([self.reduce_scatter_base(*each, stream) for each in zip(outputs, fulls, strict=True)])
+
+
+class CoalescingNccl(StagedTransport):
+    """NCCL, which coalesces several collectives into one operation. (Dry runs do not issue it: torch does not support
+    that on tensors without memory.)
+
+    Messages are batches, of one: for a bare send or receive torch connects the two ranks by a communicator of their
+    own, which costs memory of the device for each pair.
+    """
+
+    fewest_staged = 65  # for fewer tensors, a coalesced operation takes less time of the host than copies
+
+    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
+        self.all_reduce_now(own.new_zeros(1, dtype=torch.float32))  # connects all ranks, which a batch of two cannot
+        super().scatter_now(own, piece_of)
+
+    def _send(self, tensor: torch.Tensor, target: int) -> None:
+        self._message(dist.isend, tensor, target)
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> None:
+        self._message(dist.irecv, tensor, source)
+
+    def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> None:
+        self.comm_stats.messages += 1
+        if tensor.numel():
+            message = dist.P2POp(operation, as_bytes(tensor), self.group.ranks[peer], self.group.process_group)
+            for work in dist.batch_isend_irecv([message]):
+                wait_for(work)
+
+    def _gather_each(
+        self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        pairs = [
+            (as_bytes(output), as_bytes(shard)) for output, shard in zip(outputs, shards, strict=True) if output.numel()
+        ]
+        unsharded, own = [output for output, _ in pairs], [shard for _, shard in pairs]
+        self.comm_stats.log("all_gather", sum(output.nbytes for output in unsharded))
+
+        def start(flat: _torch.FlatCollectives) -> Work | None:
+            return None if is_memoryless() else flat.gather_grouped(unsharded, own)
+
+        return self._issue(stream, start, *unsharded, *own)
+
+    def _reduce_each(
+        self, outputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], stream: Stream
+    ) -> PendingWork:
+        sums, wholes = ([real(each) for each in tensors if each.numel()] for tensors in (outputs, fulls))
+        self.comm_stats.log("reduce_scatter", sum(full.nbytes for full in wholes))
+
+        def start(flat: _torch.FlatCollectives) -> Work | None:
+            return None if is_memoryless() else flat.reduce_scatter_grouped(sums, wholes)
+
+        return self._issue(stream, start, *wholes, *sums)
+
+
+def followed(arriving: PendingWork, stream: Stream, finish: Callable[[], None], *keep: torch.Tensor) -> PendingWork:
+    """`arriving`, followed by `finish`: if the stream is the caller's, `finish` runs in the wait."""
+    if stream.is_callers:
+        return arriving.followed_by(finish, *keep)
+    with stream.running():
+        arriving.wait()
+        finish()
+        return stream.communicating(*keep)

@@ -20,7 +20,8 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..base import _torch
-from .tensor_groups import TensorGroup
+from ..comm.process_group_transport import copy, copy_apart
+from ..comm.tensor_groups import TensorGroup
 
 FEWEST = 4  # tensors of a group, at least
 LARGEST = 16 * 1024  # bytes of a grouped tensor, at most
@@ -129,25 +130,6 @@ def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
 def cut(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """`memory`, 1-D, split into the sizes of `parts`, which have as many elements in total."""
     return [memory] if len(parts) == 1 else memory.split([part.numel() for part in parts])
-
-
-def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Fill each target from its source, which does not overlap it and may have another dtype or device."""
-    if len(targets) == 1:
-        targets[0].copy_(sources[0], non_blocking=is_ordered(targets[0]))
-    elif targets:
-        _torch.foreach_copy_(targets, sources, non_blocking=is_ordered(targets[0]))
-
-
-def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`copy`, but skip sources that are their targets (same address)."""
-    apart = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
-    copy([target for target, _ in apart], [source for _, source in apart])
-
-
-def is_ordered(target: torch.Tensor) -> bool:
-    """Whether later reads of `target` are ordered after a non-blocking copy to it."""
-    return target.device.type != "cpu"
 
 
 def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
