@@ -22,8 +22,6 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
-from ..comm.axes import Axis
-from ..layout.layout import PartOfWhole
 from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
@@ -63,16 +61,10 @@ class TransformedLeaf(Protocol):
     """A leaf that modules see transformed: while it is unsharded, they hold something computed from it in its places.
 
     Attributes:
-        leaf: its stored form. `part`, `axes`: its position in a whole, if it is a part of one, and the axes of ranks
-            that store the other parts, each with True if it splits the whole; False: copies.
+        leaf: its stored form.
     """
 
     leaf: nn.Parameter
-
-    @property
-    def part(self) -> PartOfWhole | None: ...
-
-    def axes(self, device: torch.device) -> list[tuple[Axis, bool]]: ...
 
     def describe(self) -> str:
         """The facts that ranks compare about it, as the end of a phrase."""

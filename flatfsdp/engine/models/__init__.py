@@ -1,6 +1,6 @@
 """Models as code outside of a step sees them: which units a tree of modules has inside, which unit owns a parameter,
 over which ranks all of it is spread, and `rest`, the door for everything that happens between iterations.
 
-The drivers of steps know nothing of it. Imports `runtime` and what it imports; guards, state dicts, features and
-the public surfaces import it.
+The drivers of steps know nothing of it. Imports `runtime`, `transforms` and what these import; guards, state dicts,
+features and the public surfaces import it.
 """
