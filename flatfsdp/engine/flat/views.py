@@ -94,6 +94,10 @@ class ParamViews:
     def __init__(self, handle: FlatParamHandle, classes: LeafClasses) -> None:
         self.handle = handle
         self.classes = classes
+        private = handle.face.two_lives
+        self._hidden, self._noticed = (
+            (classes.private_hidden, classes.private_noticed) if private else (classes.hidden, classes.noticed)
+        )
         self.extended: Sequence[TransformedLeaf] = []
         self.tracks_writes = self.is_left_unsharded = self.is_set_aside = self.is_requested = False
         self.without_values: frozenset[int] = frozenset()
@@ -108,7 +112,7 @@ class ParamViews:
         """Record the classes of the leaves, which are plain now, and those that they have while they refuse to be
         used."""
         self._plain: list[type] = [ORIGINAL[type(leaf)] for leaf in self.handle.leaves]
-        self._refusing: list[Any] = [self.classes.hidden[kind] for kind in self._plain]
+        self._refusing: list[Any] = [self._hidden[kind] for kind in self._plain]
 
     def _lay_out(self) -> None:
         """Let users' parameters and the flat parameter show the shard, and leaves too if it is the unsharded parameter;
@@ -128,7 +132,7 @@ class ParamViews:
             for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
                 leaf.data = nothing.expand(spec.shape)
             self._some_hidden = self._all_hidden = True
-            change_classes(handle.leaves, self.classes.hidden)
+            change_classes(handle.leaves, self._hidden)
 
     def show(self, mode: ViewMode) -> None:
         """Let every leaf show `mode`."""
@@ -192,8 +196,7 @@ class ParamViews:
         if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
-            classes = self.classes.requested if self.is_requested else self.classes.noticed
-            change_classes(self.handle.leaves, classes)
+            change_classes(self.handle.leaves, self._noticed)
             self.tracks_writes = True
         if face.two_lives and not (requested or in_use):
             self.is_set_aside = True
