@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +116,68 @@ def test_gradients_are_clipped_and_measured_by_hand_while_units_are_unsharded() 
     assert [each.grad for each in users] == [None] * 4
     model(torch.ones(2, 4)).float().sum().backward()
     assert any(each.grad is not None for each in users) and same(users, list(outer.parameters()))
+
+
+class Listing(nn.Linear):
+    """Lists its parameters inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.listed: list[nn.Parameter] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.listed = [*self.parameters()]
+        return super().forward(x)
+
+
+@SETTINGS
+@pytest.mark.parametrize("requests", [False, True])
+def test_gradients_of_parameters_that_were_listed_earlier(settings: dict[str, Any], requests: bool) -> None:
+    """Inside of a forward, or while they were unsharded: these lists show and drop the gradients of today."""
+    net = Listing()
+    model: Any = FSDP(net, use_orig_params=True, **settings)
+    users = list(model.parameters())
+    if requests:
+        model.unshard()
+        listed = list(model.parameters())
+        model.reshard()
+    loss = model(torch.ones(2, 4)).float().sum()
+    listed = listed if requests else net.listed
+    assert [each.grad for each in listed] == [None, None]
+    loss.backward()
+    found = [each.grad for each in users]
+    assert any(each is not None for each in found)
+    assert all(each.grad is grad for each, grad in zip(listed, found, strict=True))
+    loss = model(torch.ones(2, 4)).float().sum()
+    assert all(each.grad is grad for each, grad in zip(listed, found, strict=True))
+    for each in listed:
+        each.grad = None
+    assert [each.grad for each in users] == [None, None]
+    loss.backward()
+    for each, grad in zip(users, found, strict=True):
+        assert grad is None or torch.equal(each.grad, grad)
+    with torch.no_grad():  # accumulates
+        total = [None if each.grad is None else 2 * each.grad for each in users]
+    model(torch.ones(2, 4)).float().sum().backward()
+    for each, grad in zip(users, total, strict=True):
+        assert grad is None or torch.equal(each.grad, grad)
+
+
+@SETTINGS
+@pytest.mark.parametrize("state", ["unsharded", "resharded"])
+def test_a_listed_parameter_is_looked_at_after_its_model_was_deleted(settings: dict[str, Any], state: str) -> None:
+    model: Any = FSDP(nn.Linear(4, 4), use_orig_params=True, **settings)
+    model.unshard()
+    listed = list(model.parameters())
+    if state == "resharded":
+        model.reshard()
+    del model
+    gc.collect()
+    for each in listed:
+        assert each.grad is None and "Parameter" in repr(each)
+        each.grad = None
+        if state == "unsharded":
+            copy.deepcopy(each)
 
 
 def test_a_gradient_that_is_assigned_while_a_unit_is_unsharded_is_the_shards() -> None:
@@ -266,6 +330,36 @@ def test_a_summon_inside_of_a_forward_leaves_parameters_guarded(training: bool) 
         if training:
             output.sum().backward()
         net.kept[0].sum()
+
+
+class Grading(nn.Linear):
+    """Assigns a gradient inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.assigns = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.weight.grad = torch.ones_like(self.weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"mixed_precision": BF16}], ids=str)
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_gradient_that_a_forward_assigns_is_refused(settings: dict[str, Any], training: bool, orig: bool) -> None:
+    net = Grading()
+    model = FSDP(net, use_orig_params=orig, **settings)
+    with torch.set_grad_enabled(training):
+        loss = model(torch.ones(2, 4)).float().sum()
+    net.assigns = False
+    if not training:
+        loss = model(torch.ones(2, 4)).float().sum()
+    with pytest.raises(UsageError, match=r"the \.grad of 'weight' of unit <root> was assigned inside of a forward"):
+        loss.backward()
+    model(torch.ones(2, 4)).float().sum().backward()
+    assert any(each.grad is not None for each in model.parameters())
 
 
 class Hooking(nn.Linear):

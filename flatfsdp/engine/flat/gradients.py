@@ -9,22 +9,20 @@ a failed backward can be forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ...errors import UsageError, fail
 from ..base import _torch
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
-from .faces import Sums
+from .faces import Sums, own_grad
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, SlotMemory
 from .reduction import ReductionInput, Residuals, release_inputs
 from .states import UNSHARDED
 from .views import ParamViews
-
-_GRAD = attrgetter("grad")
 
 
 class Gradients:
@@ -82,9 +80,24 @@ class Gradients:
             if (kept := self.handle.face.kept) is not None and kept.shows:
                 kept.release()
         if self._taken is None:
-            leaves = self.handle.leaves
-            some = list(map(_GRAD, leaves)).count(None) != len(leaves)
+            found = list(map(own_grad, self.handle.leaves))
+            some = found.count(None) != len(found)
             self._taken = self.handle.face.take_grads() if some else {}
+            if some and not self.handle.face.holds_leaves:
+                self._refuse_assigned([i for i, grad in enumerate(found) if grad is not None])
+
+    def _refuse_assigned(self, indices: list[int]) -> NoReturn:
+        """Refuse gradients that a forward has assigned to leaves, where they would be lost."""
+        self._taken = None
+        names = ", ".join(repr(self.handle.layout.params[i].name) for i in indices)
+        fail(
+            UsageError(
+                f"the .grad of {names} of unit {self.handle.label} was assigned inside of a forward, where modules "
+                "compute with a copy of the whole parameter: the gradient would be lost with it. Assign the gradient "
+                "of this rank's shard before the forward or after the backward, to the parameter that "
+                "model.parameters() lists"
+            )
+        )
 
     def retain_for_double_backward(self) -> None:
         """Show what was taken away until another backward begins."""

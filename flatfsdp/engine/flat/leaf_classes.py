@@ -29,7 +29,7 @@ class LeafClasses:
     Attributes:
         hidden: of parameters that must not be used.
         noticed: of leaves outside of forwards and backwards, to which writes would be lost; also to their `.data`.
-        requested: of private ones among these, for as long as modules hold them because a user has requested it.
+        private_hidden, private_noticed: of private leaves in their places. [Note: two lives]
         register: called once with the handle of such parameters; returns a function that leaves them as plain ones.
         awaited: the gradients that such parameters await; if there are any, `show_awaited` is called with holders that
             may be used again, since these may have had another class before.
@@ -37,10 +37,11 @@ class LeafClasses:
 
     hidden: Mapping[type, Any]
     noticed: Mapping[type, Any]
-    requested: Mapping[type, Any]
+    private_hidden: Mapping[type, Any]
+    private_noticed: Mapping[type, Any]
     register: Callable[[FlatParamHandle], Callable[[], object]]
     awaited: Collection[Any]
     show_awaited: Callable[[Sequence[nn.Parameter]], None]
 
 
-PLAIN = LeafClasses(ORIGINAL, ORIGINAL, ORIGINAL, lambda handle: lambda: None, (), lambda holders: None)
+PLAIN = LeafClasses(ORIGINAL, ORIGINAL, ORIGINAL, ORIGINAL, lambda handle: lambda: None, (), lambda holders: None)

@@ -22,8 +22,6 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base._functorch import modes_active
 from ..base._torch import as_plain_tensors
-from ..comm.axes import Axis
-from ..layout.layout import PartOfWhole
 from .faces import own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .layout_views import are_set_to, dense
@@ -63,16 +61,10 @@ class TransformedLeaf(Protocol):
     """A leaf that modules see transformed: while it is unsharded, they hold something computed from it in its places.
 
     Attributes:
-        leaf: its stored form. `part`, `axes`: its position in a whole, if it is a part of one, and the axes of ranks
-            that store the other parts, each with True if it splits the whole; False: copies.
+        leaf: its stored form.
     """
 
     leaf: nn.Parameter
-
-    @property
-    def part(self) -> PartOfWhole | None: ...
-
-    def axes(self, device: torch.device) -> list[tuple[Axis, bool]]: ...
 
     def describe(self) -> str:
         """The facts that ranks compare about it, as the end of a phrase."""
@@ -102,6 +94,10 @@ class ParamViews:
     def __init__(self, handle: FlatParamHandle, classes: LeafClasses) -> None:
         self.handle = handle
         self.classes = classes
+        private = handle.face.two_lives
+        self._hidden, self._noticed = (
+            (classes.private_hidden, classes.private_noticed) if private else (classes.hidden, classes.noticed)
+        )
         self.extended: Sequence[TransformedLeaf] = []
         self.tracks_writes = self.is_left_unsharded = self.is_set_aside = self.is_requested = False
         self.without_values: frozenset[int] = frozenset()
@@ -116,7 +112,7 @@ class ParamViews:
         """Record the classes of the leaves, which are plain now, and those that they have while they refuse to be
         used."""
         self._plain: list[type] = [ORIGINAL[type(leaf)] for leaf in self.handle.leaves]
-        self._refusing: list[Any] = [self.classes.hidden[kind] for kind in self._plain]
+        self._refusing: list[Any] = [self._hidden[kind] for kind in self._plain]
 
     def _lay_out(self) -> None:
         """Let users' parameters and the flat parameter show the shard, and leaves too if it is the unsharded parameter;
@@ -136,7 +132,7 @@ class ParamViews:
             for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True):
                 leaf.data = nothing.expand(spec.shape)
             self._some_hidden = self._all_hidden = True
-            change_classes(handle.leaves, self.classes.hidden)
+            change_classes(handle.leaves, self._hidden)
 
     def show(self, mode: ViewMode) -> None:
         """Let every leaf show `mode`."""
@@ -200,8 +196,7 @@ class ParamViews:
         if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
-            classes = self.classes.requested if self.is_requested else self.classes.noticed
-            change_classes(self.handle.leaves, classes)
+            change_classes(self.handle.leaves, self._noticed)
             self.tracks_writes = True
         if face.two_lives and not (requested or in_use):
             self.is_set_aside = True

@@ -32,6 +32,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
+from ..flat.faces import own_grad, set_own_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.leaf_classes import ORIGINAL, LeafClasses
 from ..flat.views import change_classes
@@ -88,32 +89,46 @@ NOTICED = ClassVariants(WriteTrackedParameter)
 NOTICED[DeferredGradParameter] = DeferredGradParameter  # it notices writes
 
 
-class RequestedParameter(WriteTrackedParameter):
-    """The class of private leaves that modules list outside of forwards and backwards, because a user has requested
-    them. Their `.grad` is that of their holders: code that drops, clips or measures the gradients of listed parameters
-    meets it at any time. Never constructed. [Note: two lives]"""
+class GradientOfHolder:
+    """A private leaf outside of its unit's forward and backward. Its `.grad` is that of its holder: code that drops,
+    clips or measures the gradients of parameters that it listed inside of a forward, or after `unshard()`, meets it at
+    any time. [Note: two lives]"""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return holder_of(self).grad
+        return holder.grad if (holder := _holder_left(self)) is not None else own_grad(_tensor(self))
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        holder = holder_of(self)
-        if value is not None and value.shape != (shard := shard_of(self)).shape:
+        if (holder := _holder_left(self)) is None:
+            set_own_grad(_tensor(self), value)
+            return
+        if value is not None and value.shape != (shard := shard_of(_tensor(self))).shape:
             raise UsageError(
-                f"parameter {_names([self])}: its .grad was replaced by a tensor of shape {tuple(value.shape)} while "
-                "it was unsharded by unshard(). Expected the gradient of this rank's shard of it, "
-                f"{tuple(shard.shape)}"
+                f"parameter {_names([_tensor(self)])}: its .grad was replaced by a tensor of shape "
+                f"{tuple(value.shape)}. Expected the gradient of this rank's shard of it, {tuple(shard.shape)}"
             )
         holder.grad = value
 
     @grad.deleter
     def grad(self) -> None:
-        holder_of(self).grad = None
+        self.grad = None
 
 
-REQUESTED = ClassVariants(RequestedParameter)
+def _tensor(leaf: Any) -> torch.Tensor:
+    return leaf
+
+
+def _holder_left(leaf: Any) -> nn.Parameter | None:
+    """The parameter that stands for `leaf` at rest; None if its model is gone."""
+    return holder_of(leaf) if has_handle(leaf) else None
+
+
+class NoticedPrivate(GradientOfHolder, WriteTrackedParameter):
+    """The class of such leaves that show an unsharded form; never constructed."""
+
+
+PRIVATE_NOTICED = ClassVariants(NoticedPrivate)
 
 # Operations that query a tensor, or attach something to it, without reading its elements.
 _QUERIES = frozenset(
@@ -245,6 +260,13 @@ HIDDEN = ClassVariants(UnusableParameter)
 HIDDEN[DeferredGradParameter] = UnusableParameter
 
 
+class UnusablePrivate(GradientOfHolder, UnusableParameter):
+    """The class of private leaves that show nothing; never constructed."""
+
+
+PRIVATE_HIDDEN = ClassVariants(UnusablePrivate)
+
+
 # The handle and index of leaves that may be hidden, by their ids: looked up when one is used.
 _handles: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
@@ -275,7 +297,7 @@ def _forget(
         remove()
 
 
-GUARDED = LeafClasses(HIDDEN, NOTICED, REQUESTED, may_hide, ARRIVALS, show_deferred)
+GUARDED = LeafClasses(HIDDEN, NOTICED, PRIVATE_HIDDEN, PRIVATE_NOTICED, may_hide, ARRIVALS, show_deferred)
 
 
 def has_handle(leaf: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from ..comm.axes import ProcessGroups
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.unit import Unit
+from ..transforms.extensions import transformed_in
 
 
 class PartAxis(NamedTuple):
@@ -36,8 +37,8 @@ PartAxes = tuple[PartAxis, ...]
 def part_axes(unit: Unit, kind: int) -> list[PartAxes]:
     """For each leaf of the handle the axes of its parts, in the order of its mesh; none for a leaf that is no part."""
     axes: dict[int, PartAxes] = {}
-    for each in unit.views[kind].extended:
-        found = each.axes(unit.groups.device)
+    for each in transformed_in(unit.views[kind]):
+        found = each.transform.axes(each.state, unit.groups.device)
         axes[id(each.leaf)] = tuple(PartAxis(unit.resources.transport(axis, "parts"), splits) for axis, splits in found)
     return [axes.get(id(leaf), ()) for leaf in unit.handles[kind].leaves]
 
@@ -77,7 +78,8 @@ def axes_of(units: Sequence[Unit]) -> list[Transport]:
 def apart(units: Sequence[Unit]) -> list[tuple[Unit, FlatParamHandle]]:
     """The handles in `units`, all of a model, with such parameters, each with its unit. No communication."""
     worlds = {groups.world for unit in units for groups in unit.axes.all}
-    if len(worlds) < 2 or any(each.part is not None for unit in units for v in unit.views for each in v.extended):
+    transformed = (each for unit in units for views in unit.views for each in transformed_in(views))
+    if len(worlds) < 2 or any(each.part is not None for each in transformed):
         return []
     most = max(worlds)
     return [(unit, handle) for unit in units for handle in unit.handles if unit.axes.of(handle).world < most]

@@ -163,10 +163,6 @@ class TransformedParam:
         """The position of the leaf in its whole, if it is a part."""
         return self.transform.part(self.state)
 
-    def axes(self, device: torch.device) -> list[tuple[Axis, bool]]:
-        """`Transform.axes` of it."""
-        return self.transform.axes(self.state, device)
-
     def describe(self) -> str:
         """`Transform.describe` of it."""
         return self.transform.describe(self.state)
