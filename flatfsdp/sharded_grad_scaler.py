@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from .engine.base import autograd as hooks
-from .engine.comm.transport import agree_on_maximum
 from .engine.features.error_feedback import residuals_of
 from .engine.features.optimizer_in_backward import note_scaled_loss, optimizers_of
 from .engine.guards.optimizer_hooks import stepped_by, waiting_in
 from .engine.models import param_registry as registry
 from .engine.models.rest import before_step
 from .engine.runtime.model import Model
+from .engine.transports.blocking import agree_on_maximum
 
 
 class ShardedGradScaler(GradScaler):

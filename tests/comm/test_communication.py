@@ -23,6 +23,8 @@ from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.streams import DONE, PendingWork
 from flatfsdp.engine.flat.reduction import ReductionInput
 from flatfsdp.engine.runtime.backward_hooks import CountingHooks
+from flatfsdp.engine.transports import blocking
+from flatfsdp.engine.transports.blocking import agree_on_maximum
 from flatfsdp.engine.transports.staged import StagedTransport
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
@@ -567,11 +569,11 @@ def test_flags_travel_on_a_device_that_the_backend_serves(
         raise InterruptedError  # nothing comes back from the meta device
 
     with fake_world(2):
-        monkeypatch.setattr(comm, "accelerator", lambda: torch.device("meta"))
+        monkeypatch.setattr(blocking, "accelerator", lambda: torch.device("meta"))
         monkeypatch.setattr(dist, "get_backend_config", lambda group: served)
         monkeypatch.setattr(dist, "all_reduce", sending)
         with pytest.raises(InterruptedError):
-            comm.agree_on_maximum({torch.device("cpu"): torch.zeros(())}, None)
+            agree_on_maximum({torch.device("cpu"): torch.zeros(())}, None)
     assert sent == [expected]
 
 

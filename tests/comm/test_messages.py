@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.comm.axes import Axis, served_as
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import Device
+from flatfsdp.engine.transports import blocking
+from flatfsdp.engine.transports.blocking import scatter_now
 from flatfsdp.engine.wrapping.exchanges import EXCHANGES
 from tests.comm.test_communication import Collectives
 from tests.harness.fake import fake_world
@@ -27,7 +28,7 @@ def scattered(rank: int, backend: str) -> Collectives:
     with fake_world(WORLD, rank) as world, served_as(backend), Collectives() as seen:
         axis = Axis.of(world, CPU)
         made = EXCHANGES.transport(axis, Device(CPU), comm_stats=CommStats(), tracker=MemoryTracker())
-        made.scatter_now(torch.zeros(6, dtype=torch.int64), lambda to: torch.full((6,), to))
+        scatter_now(made, torch.zeros(6, dtype=torch.int64), lambda to: torch.full((6,), to))
         assert made.comm_stats.messages == (1 if rank else WORLD - 1)
     return seen
 
@@ -46,9 +47,7 @@ def test_nccl_gets_no_bare_send_or_receive(rank: int, monkeypatch: pytest.Monkey
         return []
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
-    monkeypatch.setattr(
-        comm.CoalescingNccl, "all_reduce_now", lambda transport, tensor: orders.append("all ranks") or tensor
-    )
+    monkeypatch.setattr(blocking, "all_reduce_now", lambda axis, tensor: orders.append("all ranks"))
     seen = scattered(rank, "nccl")
     assert batches == ([(dist.irecv, 0)] if rank else [(dist.isend, to) for to in range(1, WORLD)])
     assert orders[0] == "all ranks", "a batch of two ranks cannot connect the others"

@@ -56,15 +56,6 @@ class DelayedTransport(StagedTransport):
         hidden = torch.empty_like(arrived)
         return self._deliver(arrived, hidden, self._inner.all_to_all(hidden, sent.clone(), stream), sent)
 
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        self._inner.broadcast(tensor, source=source)
-
-    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        return self._inner.all_reduce_now(tensor, maximum=maximum)
-
-    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._inner.gather_now(tensor)
-
     @staticmethod
     def _deliver(output: torch.Tensor, hidden: torch.Tensor, inner: PendingWork, *keep: torch.Tensor) -> PendingWork:
         def arrive() -> None:

@@ -32,6 +32,7 @@ from flatfsdp.engine.base.wait_limits import issued
 from flatfsdp.engine.comm import process_group_transport
 from flatfsdp.engine.device import streams as seam
 from flatfsdp.engine.device.memory import FlatBuffer
+from flatfsdp.engine.transports import staged
 
 _all_to_all_single = dist.all_to_all_single
 
@@ -211,7 +212,8 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(patch.object(FlatBuffer, "allocate", self._noted(FlatBuffer.allocate, "allocate")))
         self._stack.enter_context(patch.object(FlatBuffer, "free", self._noted(FlatBuffer.free, "free")))
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resized()))
-        self._stack.enter_context(patch.object(process_group_transport, "PendingWork", self._pending_work))
+        for issuing in (process_group_transport, staged):
+            self._stack.enter_context(patch.object(issuing, "PendingWork", self._pending_work))
         self._stack.enter_context(patch.object(dist, "all_to_all_single", self._all_to_all))
         return self
 

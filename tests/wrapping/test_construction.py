@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.flat.flat_param import FlatParamHandle
-from flatfsdp.engine.transports.staged import StagedTransport
+from flatfsdp.engine.wrapping import init_sync
 from flatfsdp.errors import AgreementError, ConfigValueError
 from flatfsdp.wrap import CustomPolicy
 from tests.conftest import Run
-from tests.harness import inspect
 from tests.harness.corners import (
     ALL,
     HALVES,
@@ -353,30 +351,28 @@ def failing_initialization(net: nn.Module, orig: bool) -> None:
     net[2].load_state_dict(seeded(stack)[2].state_dict())
 
 
-class Failing(StagedTransport):
-    """A double whose broadcasts fail from the third on."""
+class Failing:
+    """Broadcasts of values of which only so many succeed."""
 
-    left = 2
+    def __init__(self, left: int) -> None:
+        self.left = left
 
-    def __init__(self, inner: StagedTransport) -> None:
-        super().__init__(**inspect.arguments_of(inner))
-
-    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        Failing.left -= 1
-        if Failing.left < 0:
+    def __call__(self, axis: object, tensor: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
             raise Broken
 
 
 def failing_synchronization(net: nn.Module, orig: bool) -> None:
-    Failing.left = 14  # two units of six parameters, and two of the third
-    with doubled(Failing), pytest.raises(Broken):
+    failing = Failing(14)  # two units of six parameters, and two of the third
+    with patch.object(init_sync, "broadcast", failing), pytest.raises(Broken):
         FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, sync_module_states=True, use_orig_params=orig)
-    assert Failing.left == -1
+    assert failing.left == -1
 
 
 def failing_root(net: nn.Module, orig: bool) -> None:
-    with pytest.raises(Broken), doubled(Failing):
-        Failing.left = 19  # all units, and one parameter of the root
+    failing = Failing(19)  # all units, and one parameter of the root
+    with pytest.raises(Broken), patch.object(init_sync, "broadcast", failing):
         FullyShardedDataParallel(net, auto_wrap_policy={Feedforward}, sync_module_states=True, use_orig_params=orig)
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.comm.transport import ProcessGroupTransport
+from flatfsdp.engine.comm.transport import Transport
+from flatfsdp.engine.transports.blocking import broadcast
+from flatfsdp.engine.wrapping import init_sync
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -349,23 +351,20 @@ class Wide(nn.Module):
         return x @ self.weight
 
 
-def patient(self: ProcessGroupTransport, tensor: Tensor, *, source: int = 0) -> None:
-    """`ProcessGroupTransport.broadcast` that returns when gloo's thread has released `tensor`, too.
+def patient(axis: Transport, tensor: Tensor) -> None:
+    """`broadcast` that returns when gloo's thread has released `tensor`, too.
 
     Else that thread is sometimes the last to hold it, and the recording misses memory that is freed there.
     """
-    broadcast(self, tensor, source=source)
+    broadcast(axis, tensor)
     time.sleep(0.1)
-
-
-broadcast = ProcessGroupTransport.broadcast
 
 
 def peak(rank: int, world: int, sync: bool) -> tuple[int, int]:
     """(peak, end) in units of one unsharded unit, while a model is made from the meta device."""
     gc.collect()  # garbage of an earlier job would be freed meanwhile
     net = on_meta(lambda: nn.Sequential(*(Wide() for _ in range(DEPTH))))
-    with Recording() as recording, patch.object(ProcessGroupTransport, "broadcast", patient):
+    with Recording() as recording, patch.object(init_sync, "broadcast", patient):
         recording.mark("begin")
         model = FullyShardedDataParallel(net, auto_wrap_policy={Wide}, sync_module_states=sync, check_values="off")
         recording.mark("end")

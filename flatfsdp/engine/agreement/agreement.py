@@ -227,16 +227,7 @@ class Agreement(Peers):
         each parameter of which this rank has no gradient; returns those of which no rank has one. [Note: unused]"""
         if not self.peers.axes:
             return super().check_issued(lacking)
-        return self.sequence.end_backward(self._issued_so_far(), lacking)
-
-    def _issued_so_far(self, *, brings: bool = True) -> Op:
-        """The op of what backwards have issued since ranks compared it. `brings`: the last one has brought gradients,
-        which were reduced."""
-        issued = self.issued
-        before = (issued.carried, *issued.without_sync) if issued.carried else ()
-        op = self._issued(self.scope, tuple(issued.gathered), tuple(issued.reduced) if brings else None, before)
-        issued.clear()
-        return op
+        return self.sequence.end_backward(self._issued(self.scope, *self.issued.take()), lacking)
 
     def check_unforeseen(self) -> None:
         """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that
@@ -252,7 +243,8 @@ class Agreement(Peers):
             super().check_gathered()
         else:
             self.peers.raise_verdict()
-            self.sequence.show(self._issued_so_far(brings=False), issued=self.sequence.issued)
+            gathered, _, before = self.issued.take()
+            self.sequence.show(self._issued(self.scope, gathered, None, before), issued=self.sequence.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 

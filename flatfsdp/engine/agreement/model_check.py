@@ -13,6 +13,7 @@ from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..base.peers import Checksums, Fact
 from ..comm.transport import Transport
+from ..transports.blocking import gather_now
 from ..watchdog.regions import expecting
 from .collective_calls import meet
 from .object_collectives import ranks_over
@@ -102,7 +103,7 @@ class InitialValues:
         rows = [[value is not None, value or 0, peers] for _, value, peers in own]
         block = torch.tensor(rows, device=axes[0].device.device)
         for axis in axes:
-            block = axis.gather_now(block)
+            block = gather_now(axis, block)
         names = [own[index][0] for index in _differing(block.view(-1, len(own), 3).cpu())]
         if names:
             self.differ = True

@@ -10,6 +10,7 @@ import torch
 from ...errors import AgreementError, FlatFSDPError, by_ranks, current_rank
 from ..base.plain_data import bytes_of, decode, encode, gathered
 from ..comm.transport import Transport
+from ..transports.blocking import broadcast, gather_now
 from ..watchdog.regions import expecting
 from .collective_calls import meet
 
@@ -25,7 +26,7 @@ def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict
 
     def gather(own: torch.Tensor) -> torch.Tensor:
         for axis in axes:
-            own = axis.gather_now(own)
+            own = gather_now(axis, own)
         return own
 
     with expecting(ranks_over(axes), doing):
@@ -43,11 +44,11 @@ def firsts(axes: Sequence[Transport], content: bytes) -> bytes:
     payload = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8).to(device)
     size = torch.tensor([payload.numel()], device=device)
     for axis in axes:
-        axis.broadcast(size)
+        broadcast(axis, size)
     if not is_first_of(axes):
         payload = torch.empty(int(size), dtype=torch.uint8, device=device)
     for axis in axes:
-        axis.broadcast(payload)
+        broadcast(axis, payload)
     return bytes(bytes_of(payload.cpu()))
 
 

@@ -18,6 +18,7 @@ from ...errors import AgreementError, fail, ranks_by_value
 from ..base import _torch
 from ..base.hashing import hash63
 from ..comm.transport import Transport
+from ..transports.blocking import gather_now
 from ..watchdog.regions import current_watch
 from ..watchdog.store import PERIOD, StoreClient
 from ..watchdog.watchdog import Watchdog
@@ -88,7 +89,7 @@ class RankExchange:
         self._exchanges += 1
         block = torch.tensor([self.rank, code, extra, *more], device=self.axes[0].device.device)
         for axis in self.axes:
-            block = axis.gather_now(block)
+            block = gather_now(axis, block)
         if any(axis.group.backend == "fake" for axis in self.axes):
             return None
         return {rank: numbers for rank, *numbers in block.view(-1, 3 + len(more)).tolist()}

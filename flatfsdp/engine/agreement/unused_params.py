@@ -38,6 +38,7 @@ import torch
 from ...errors import AgreementError, LostRankError, ranks_in_words
 from ..base.wait_limits import blocked
 from ..device.streams import Work
+from ..transports.blocking import start_maximum
 from ..watchdog.status_report import server_ended
 from ..watchdog.store import PERIOD, StoreClient, StoreGone, where_it_was
 from ..watchdog.watchdog import PATIENCE
@@ -103,7 +104,7 @@ class UnusedParams:
         if not lacking:
             if not self._ones:
                 self._ones = [torch.ones(self.count, dtype=torch.uint8, device=axis.device.device) for axis in axes]
-            self._works = [axis.start_maximum(ones) for axis, ones in zip(axes, self._ones, strict=True)]
+            self._works = [start_maximum(axis, ones) for axis, ones in zip(axes, self._ones, strict=True)]
             if self._peers.watch is not None:  # ones are the maximum; others still need them if this process ends now
                 self._peers.watch.outlast(self._works)
             return 0
@@ -111,7 +112,7 @@ class UnusedParams:
         bitmap = torch.tensor(came, dtype=torch.uint8, device=axes[0].device.device)
         with blocked():
             for axis in axes:
-                axis.start_maximum(bitmap).wait()
+                start_maximum(axis, bitmap).wait()
             return sum((not used) << index for index, used in enumerate(bitmap.tolist()))
 
     # -- without a bitmap --------------------------------------------------------------------------------------------

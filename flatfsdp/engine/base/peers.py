@@ -91,12 +91,19 @@ class Issued:
             self.carried = hash63(f"{self.carried} {gathered}")
             self.gathered.clear()
 
-    def clear(self) -> None:
-        """They were compared, or their backward was abandoned."""
+    def take(self) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...], tuple[object, ...]]:
+        """The gathers and the reductions, and what was carried over, to be compared; none are left."""
+        before = (self.carried, *self.without_sync) if self.carried else ()
+        taken = tuple(self.gathered), tuple(self.reduced), before
         self.gathered.clear()
         self.reduced.clear()
         self.without_sync.clear()
         self.carried = 0
+        return taken
+
+    def clear(self) -> None:
+        """They are not compared: this rank is alone, or their backward was abandoned."""
+        self.take()
 
 
 def bits_of(flags: Iterable[bool]) -> int:

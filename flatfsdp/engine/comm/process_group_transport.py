@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ..base import _torch
-from ..base.overrides import is_memoryless
 from ..base.wait_limits import blocked
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
@@ -27,7 +26,6 @@ from .comm_stats import CommStats
 
 # All backends support these dtypes. Gathers of other dtypes move bytes.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-TAG = 2**30  # of all blocking messages, one at a time; `monitored_barrier` and users use small ones
 
 
 class OtherCollectiveError(dist.DistBackendError):
@@ -55,7 +53,7 @@ class ProcessGroupTransport:
         return _torch.FlatCollectives(self.group.process_group, beside=True)
 
     @cached_property
-    def _in_order(self) -> _torch.FlatCollectives:
+    def in_order(self) -> _torch.FlatCollectives:
         return _torch.FlatCollectives(self.group.process_group, beside=False)
 
     def all_gather_base(self, output: torch.Tensor, shard: torch.Tensor, stream: Stream) -> PendingWork:
@@ -91,22 +89,6 @@ class ProcessGroupTransport:
         self.comm_stats.log("all_reduce", tensor.nbytes)
         summed = real(tensor) if tensor.is_complex() else tensor
         return self._issue(stream, lambda flat: flat.all_reduce([summed]), summed)
-
-    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
-        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive their rows into
-        `arrived`; both uint8. Collective; the caller counts it in `comm_stats`."""
-        splits = [1] * self.group.size
-        splits[self.group.rank] = 0
-        if is_memoryless():
-            return DONE
-        with stream.running():
-            work: Work = dist.all_to_all_single(
-                arrived, sent, splits, splits, group=self.group.process_group, async_op=True
-            )
-            if stream.is_callers:
-                return PendingWork(work=work, keep=(arrived, sent))
-            wait_for(work)
-            return stream.communicating(arrived, sent)
 
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
@@ -144,67 +126,6 @@ class ProcessGroupTransport:
     def rest(self) -> None:
         """Release memory that only collectives use, because none follows for a while. Not collective."""
 
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        """Overwrite `tensor` with that of group rank `source`, blocking. Collective."""
-        self.comm_stats.log("broadcast", tensor.nbytes)
-        if tensor.numel():
-            with blocked():
-                dist.broadcast(as_bytes(tensor.view(-1)), self.group.ranks[source], group=self.group.process_group)
-
-    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
-        """Overwrite `own` with group rank 0's `piece_of(rank)`, except there, blocking. Collective.
-
-        Rank 0 holds one piece at a time. All are of the shape and dtype of `own`.
-        """
-        if self.group.rank:
-            self._receive(own, 0)
-            return
-        for rank in range(1, self.group.size):
-            self._send(piece_of(rank), rank)
-
-    def _send(self, tensor: torch.Tensor, target: int) -> None:
-        """Send `tensor` to group rank `target`, which receives it now, blocking."""
-        self.comm_stats.messages += 1
-        if tensor.numel():
-            sending = self.group.process_group.send([as_bytes(self._reachable(tensor))], target, TAG)
-            with blocked():
-                sending.wait()
-
-    def _receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite `tensor` with the tensor that group rank `source` sends now, blocking."""
-        self.comm_stats.messages += 1
-        if tensor.numel():
-            landing = self._reachable(tensor)
-            with blocked():
-                self.group.process_group.recv([as_bytes(landing)], source, TAG).wait()
-            if landing is not tensor:
-                tensor.copy_(landing)
-
-    def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
-        # gloo cannot send messages from an accelerator's memory.
-        return tensor.cpu() if self.group.backend == "gloo" else tensor
-
-    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        """Sum (or maximum) of `tensor` over ranks, in place, blocking; for scalars such as norms. Collective."""
-        self.comm_stats.log("scalar", tensor.nbytes)
-        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with blocked():
-            dist.all_reduce(tensor, op=operation, group=self.group.process_group)
-        return tensor
-
-    def start_maximum(self, tensor: torch.Tensor) -> Work:
-        """Start to replace `tensor`, of bytes, by its maximum over ranks. Collective."""
-        self.comm_stats.log("scalar", tensor.nbytes)
-        work: Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group.process_group, async_op=True)
-        return work
-
-    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's `tensor`, stacked along a new first dimension, blocking; for small tensors. Collective."""
-        output = tensor.new_empty((self.group.size, *tensor.shape))
-        self.comm_stats.log("scalar", output.nbytes)
-        wait_for(self._in_order.gather(output.view(-1), tensor.reshape(-1).contiguous()))
-        return output
-
     def _issue(
         self, stream: Stream, start: Callable[[_torch.FlatCollectives], Work | None], *keep: torch.Tensor
     ) -> PendingWork:
@@ -215,7 +136,7 @@ class ProcessGroupTransport:
             return PendingWork(work=start(self._beside), keep=keep)
         with stream.running():
             # Runs on that stream itself: an event recorded after it marks the end of the work.
-            wait_for(start(self._in_order))
+            wait_for(start(self.in_order))
             return stream.communicating(*keep)
 
 

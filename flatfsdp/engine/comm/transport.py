@@ -1,5 +1,4 @@
-"""All collectives on tensors (all-gather, reduce-scatter, all-reduce, broadcast), by backend. Asynchronous ones return
-`PendingWork`.
+"""The collectives of units (all-gather, reduce-scatter, all-reduce), by backend. All return `PendingWork`.
 
 [Note: transports] A transport carries out collectives over one axis, and `Exchanges` chooses it. `SingleRank` serves an
 axis of one rank. `ProcessGroupTransport` uses torch's flat collectives, and serves every backend for which the model
@@ -10,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ...api import MixedPrecision
 from ..base.overrides import Override
-from ..base.wait_limits import blocked
 from ..device.memory import MemoryTracker
-from ..device.streams import DONE, Device, PendingWork, Stream, accelerator
+from ..device.streams import DONE, Device, PendingWork, Stream
 from .axes import Axis
 from .comm_stats import CommStats
 from .process_group_transport import ProcessGroupTransport, copy_apart
@@ -51,18 +49,6 @@ class SingleRank(ProcessGroupTransport):
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         return DONE
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        return
-
-    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
-        return
-
-    def all_reduce_now(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        return tensor
-
-    def gather_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unsqueeze(0)
 
 
 Transport = ProcessGroupTransport
@@ -108,24 +94,3 @@ class Exchanges:
 def is_initialized() -> bool:
     """Whether this process is a rank of a job: whether torch.distributed is initialized."""
     return dist.is_initialized()
-
-
-def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any) -> dict[torch.device, torch.Tensor]:
-    """The maximum over `process_group` (None: the default group) of scalars that this rank holds per device.
-    Collective.
-
-    All scalars are reduced as one, on a device that the group's backend supports (the accelerator if flags are on the
-    CPU and the backend does not support that), and each device's scalar is set to the result.
-    """
-    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-        return flags
-    served = {part.partition(":")[0] for part in str(dist.get_backend_config(process_group)).split(",")}
-    here = accelerator()
-    candidates = [*flags, *([here] if here is not None else [])]
-    param_ref = next((device for device in candidates if device.type in served), torch.device("cpu"))
-    worst = torch.stack([flag.detach().to(param_ref, torch.float32).reshape(()) for flag in flags.values()]).amax()
-    with blocked():
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=process_group)
-    for flag in flags.values():
-        flag.copy_(worst)
-    return flags

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.sources import UnshardedParam, UnshardSource
 from ..flat.write_tracker import VERSION
 from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole
+from ..transports.blocking import gather_now
 from .gather_hooks import GatherHooks, Input, described, fitting, hollow, listed
 
 ALIGN = 16  # bytes: the alignment that kernels expect, and a multiple of the size of every element
@@ -112,7 +114,7 @@ class OpaqueParam(UnshardedParam):
     ) -> None:
         """Adopt the first rank's layout of the bytes. Collective; a mismatch on any rank raises on all ranks."""
         facts, device = encode((str(problem or ""), own)), transport.device.device
-        given = [facts] * self._world if is_memoryless() else gathered(facts, device, transport.gather_now)
+        given = [facts] * self._world if is_memoryless() else gathered(facts, device, partial(gather_now, transport))
         decoded: list[tuple[str, list[list[Input]]]] = list(map(decode, given))
         for rank, (wrong, _) in enumerate(decoded):
             if wrong:

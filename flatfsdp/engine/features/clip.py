@@ -35,6 +35,7 @@ from ..models.rest import before_norm, models_of, open_windows, reduce_left
 from ..models.spread import norm_axes, part_axes
 from ..runtime.model import Model
 from ..runtime.unit import Unit
+from ..transports.blocking import all_reduce_now, gather_now
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
 
@@ -143,7 +144,7 @@ class _Gradients(NamedTuple):
             part = _power_sum(grads, p, device, wide)
             for axis in axes:
                 # the maximum of a backend may drop a NaN
-                part = axis.gather_now(part).amax() if math.isinf(p) else axis.all_reduce_now(part)
+                part = gather_now(axis, part).amax() if math.isinf(p) else all_reduce_now(axis, part)
             total = torch.maximum(total, part) if math.isinf(p) else total + part
         return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
 

@@ -45,24 +45,24 @@ from ...api import MixedPrecision
 from ..base import _torch
 from ..base.overrides import is_memoryless
 from ..comm.axes import ProcessGroups
-from ..comm.process_group_transport import ProcessGroupTransport, real
-from ..comm.transport import Encoding, Reducer, Transport
+from ..comm.process_group_transport import real
+from ..comm.transport import Encoding, Reducer
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
-from ..transports.staged import followed
+from ..transports.staged import StagedTransport, followed
 from .block_codec import BlockCodec, codecs
 
 QUANTIZED, RESIDUAL = "quantized", "residual"  # of bytes
 SHARD, REPLICATE = "shard", "replicate"  # axes of residuals
 
 
-class QuantizedTransport(ProcessGroupTransport):
+class QuantizedTransport(StagedTransport):
     """Another transport's gathers of parameters, or reductions of gradients, in few bits. [Note: quantization]"""
 
     casts_shards = True
     _residuals: Sequence[Residuals] = ()  # of the gradients to reduce; none without error feedback
 
-    def __init__(self, inner: Transport, codec: BlockCodec) -> None:
+    def __init__(self, inner: StagedTransport, codec: BlockCodec) -> None:
         """`inner`: a transport over several ranks; inherited operations run over its group, in full precision."""
         super().__init__(inner.group, inner.device, comm_stats=inner.comm_stats, tracker=inner.tracker)
         self._inner = inner

@@ -17,6 +17,7 @@ from ..comm.axes import ProcessGroups
 from ..flat.layout_views import full_views, pieces_of, segments_of
 from ..layout.layout import FlatLayout
 from ..runtime.unit import Unit
+from ..transports.blocking import broadcast, scatter_now
 from .owned_interval import OwnedInterval
 from .parts import axes_beside, cut, sent_by_first
 
@@ -106,9 +107,9 @@ def scatter(
     with torch.no_grad():
         own = assemble(0)
         if replicate is None or replicate.group.rank == 0:
-            axis.scatter_now(own, assemble)
+            scatter_now(axis, own, assemble)
         if replicate is not None:
-            replicate.broadcast(own)
+            broadcast(replicate, own)
     return own
 
 

@@ -28,6 +28,7 @@ from ..runtime.model_facts import names_of_leaves
 from ..runtime.module_tree import put_at_rest
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
+from ..transports.blocking import all_reduce_now
 from .consolidate import consolidated, gather_shard, is_first, scatter, store
 from .named_param import refuse_rows_of_their_class
 from .parts import broadcast_tensor
@@ -68,7 +69,7 @@ class _SummonedHandle:
             if with_grads:
                 shard, present = _gradient_shard(handle)
                 unsharded = gather_shard(unit, kind, shard)
-                unit.axes.transports_of(handle).gather.all_reduce_now(present, maximum=True)
+                all_reduce_now(unit.axes.transports_of(handle).gather, present, maximum=True)
                 self.grad_dtype = unsharded.dtype
                 views = full_views(unsharded.cpu() if offload_to_cpu else unsharded, handle.layout) if keep else []
                 self.grads = [view if there else None for view, there in zip(views, present.tolist(), strict=False)]

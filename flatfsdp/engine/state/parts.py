@@ -21,6 +21,7 @@ from ..models.spread import all_part_axes, axes_of, beside, each_once
 from ..parts.part import stored_part
 from ..runtime.unit import Unit
 from ..transforms.extensions import TransformedParam, transformed_in
+from ..transports.blocking import broadcast
 from .owned_interval import block_of
 
 
@@ -86,5 +87,5 @@ def broadcast_tensor(
     else:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     for axis in axes:
-        axis.broadcast(tensor)
+        broadcast(axis, tensor)
     return tensor

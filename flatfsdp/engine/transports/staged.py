@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -245,6 +244,22 @@ class StagedTransport(ProcessGroupTransport):
         super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
         self.lists = TensorLists(group, tracker, fewest=self.fewest_staged)
 
+    def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
+        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive their rows into
+        `arrived`; both uint8. Collective; the caller counts it in `comm_stats`."""
+        splits = [1] * self.group.size
+        splits[self.group.rank] = 0
+        if is_memoryless():
+            return DONE
+        with stream.running():
+            work: Work = dist.all_to_all_single(
+                arrived, sent, splits, splits, group=self.group.process_group, async_op=True
+            )
+            if stream.is_callers:
+                return PendingWork(work=work, keep=(arrived, sent))
+            wait_for(work)
+            return stream.communicating(arrived, sent)
+
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
@@ -313,29 +328,9 @@ class StagedTransport(ProcessGroupTransport):
 class CoalescingNccl(StagedTransport):
     """NCCL, which coalesces several collectives into one operation. (Dry runs do not issue it: torch does not support
     that on tensors without memory.)
-
-    Messages are batches, of one: for a bare send or receive torch connects the two ranks by a communicator of their
-    own, which costs memory of the device for each pair.
     """
 
     fewest_staged = 65  # for fewer tensors, a coalesced operation takes less time of the host than copies
-
-    def scatter_now(self, own: torch.Tensor, piece_of: Callable[[int], torch.Tensor]) -> None:
-        self.all_reduce_now(own.new_zeros(1, dtype=torch.float32))  # connects all ranks, which a batch of two cannot
-        super().scatter_now(own, piece_of)
-
-    def _send(self, tensor: torch.Tensor, target: int) -> None:
-        self._message(dist.isend, tensor, target)
-
-    def _receive(self, tensor: torch.Tensor, source: int) -> None:
-        self._message(dist.irecv, tensor, source)
-
-    def _message(self, operation: Any, tensor: torch.Tensor, peer: int) -> None:
-        self.comm_stats.messages += 1
-        if tensor.numel():
-            message = dist.P2POp(operation, as_bytes(tensor), self.group.ranks[peer], self.group.process_group)
-            for work in dist.batch_isend_irecv([message]):
-                wait_for(work)
 
     def _gather_each(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream

@@ -21,6 +21,7 @@ from ..comm.transport import Transport
 from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..dtensor.gather_hooks import inner_of
+from ..transports.blocking import broadcast
 from .exchanges import EXCHANGES
 
 
@@ -95,7 +96,7 @@ def synchronize(
             for plain in inner_of(here.detach()):
                 on_device = plain.to(axes[0].device.device).contiguous()
                 for axis in same:
-                    axis.broadcast(on_device)
+                    broadcast(axis, on_device)
                 if on_device.data_ptr() != plain.data_ptr():
                     plain.copy_(on_device)
 
