@@ -475,7 +475,7 @@ def test_an_optimizer_from_before_with_flat_parameters(world: None) -> None:
         reported(lambda: step(model, optimizer)),
         """\
 the optimizer holds parameter 'weight' of unit <root> (param group 0), which was flattened: with
-use_orig_params=False it would never be updated. Build the optimizer from model.parameters() after
+use_orig_params=False it is never updated. Build the optimizer from model.parameters() after
 wrapping, or wrap with use_orig_params=True""",
     )
 

@@ -46,7 +46,10 @@ class RowFaces:
     mesh: Any
     stored: tuple[Any, ...] = ()
     hooks: tuple[GatherHooks | None, ...] = ()
-    by_parameter = True
+
+    @classmethod
+    def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
+        return FlatLayout.pack_rows(specs, world=world, align=align)
 
     def __call__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
@@ -189,7 +192,16 @@ class RowFace(ApartFace):
     like their parameters, on every rank if any has rows.
     """
 
-    words = FaceWords("parameters at rest", "DTensors", "fully_shard", holder="the DTensor")
+    words = FaceWords(
+        "parameters at rest",
+        "DTensors",
+        "fully_shard",
+        holder="the DTensor",
+        unstepped=(
+            "which was flattened: with fully_shard it is never updated. Build the optimizer from model.parameters() "
+            "after wrapping"
+        ),
+    )
     is_distributed = True
 
     def __init__(

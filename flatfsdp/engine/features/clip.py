@@ -367,8 +367,8 @@ def _places() -> dict[int, _Place]:
         for unit in model.units
         for handle in unit.handles
         if not handle.face.is_distributed
-        for listed in ((handle.face.holders, handle.leaves) if handle.face.two_lives else (handle.face.holders,))
-        for each, holder in zip(listed, handle.face.holders, strict=True)
+        for listed, holders in ((handle.face.holders,) * 2, (handle.leaves, handle.face.graded))
+        for each, holder in zip(listed, holders, strict=False)
     }
 
 

@@ -57,11 +57,11 @@ class ApartFace(Face):
     Modules hold the leaves while a unit computes, else the holders. Their places change together, four times in a step.
     """
 
-    holds_leaves, is_flat, by_parameter, moves = False, False, True, True
-
     def __init__(self, leaves: Sequence[nn.Parameter], holders: list[nn.Parameter]) -> None:
         """`holders`: the list of them, which may change."""
-        self.leaves, self.holders = leaves, holders
+        self.leaves = leaves
+        self.holders = self.apart = holders
+        self.flagged: Sequence[nn.Parameter] = holders
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []
         self._slots: _Slots | None = None
@@ -86,7 +86,7 @@ class ApartFace(Face):
         param_ref.hold_in([param_ref.held], 0)
 
     def compute(self) -> None:
-        self.computes, self.flags = True, None
+        self.computes, self.flags, self.flagged = True, None, self.leaves
         if self._listed is not True:
             self._listed = True
             slots = self._slots or self._find_slots()
@@ -103,7 +103,7 @@ class ApartFace(Face):
                     self._reached = True
                     self.follow_requires_grad()
         self.computes = self._reached = False
-        self.flags = self._followed
+        self.flags, self.flagged = self._followed, self.holders
         if self._listed is not False:
             self._listed = False
             slots = self._slots or self._find_slots()
@@ -134,6 +134,12 @@ class ApartFace(Face):
         found = map(_GET, slots.dictionaries, slots.names)
         others = map(is_not, found, slots.held)
         return set(compress(slots.indices, others))
+
+    def take_back(self) -> None:
+        slots = self._slots or self._find_slots()
+        for dictionary, name, held in zip(slots.dictionaries, slots.names, slots.held, strict=True):
+            if isinstance(dictionary.get(name), nn.Parameter):  # else it is a tensor made from the leaf, or deleted
+                dictionary[name] = held
 
     def _find_slots(self) -> _Slots:
         refs, held = list[ParamRef](), list[nn.Parameter]()

@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..layout.layout import FlatLayout
+from ..base import autograd as hooks
+from ..layout.layout import FlatLayout, ParamSpec
 from .layout_views import ShardViews, shard_of
 from .param_refs import ParamRef
+from .states import Left
 from .write_tracker import FlatParameter
 
 Sums = list[tuple[torch.Tensor, torch.Tensor]]  # local tensors: add the second of each pair to the first
@@ -37,6 +39,7 @@ class FaceWords:
         holder: the name of the parameter that has the gradients if leaves have none.
         remedy: how to get holders that are the leaves; "" if there is no way.
         names: why a search for parameters by their names finds none; "" if it does.
+        unstepped: why an optimizer that has a leaf never updates it, and what to do.
     """
 
     argument: str
@@ -45,6 +48,7 @@ class FaceWords:
     holder: str = "the parameter"
     remedy: str = ""
     names: str = ""
+    unstepped: str = ""
 
     @property
     def or_remedy(self) -> str:
@@ -76,49 +80,62 @@ class Face(Protocol):
         holders: the parameters that modules list and optimizers step on, the same objects for as long as the handle
             lives, unless a user replaces one of them.
         words: for messages.
-        holds_leaves: whether the holders are the leaves, so that gradients arrive where users see them, and leaves
-            are described as their shards while users may access them.
+        apart: the holders that are other objects than the leaves: all, or none.
         is_flat: whether one holder has all of the shard, so that an optimizer has one state for it.
-        by_parameter: whether each parameter has a holder of its own, whose memory kernels expect aligned to 16 bytes.
-        moves: whether modules hold the holders at rest, and the leaves for as long as these are unsharded (`compute`,
-            `rest`).
-        two_lives: whether leaves are private. [Note: two lives]
         leaves: the leaves.
         originals: the parameters for which the face was made, the user's: they show whole parameters while users have
             these (`summon_full_params()`).
+        private: the leaves that users do not have: all, or none. [Note: two lives]
+        graded: those of `originals` that have a `.grad` of their own: all, or none.
         pieces: the holders that show their places in the shard as views of it, if any do.
-        guarded: whether holders refuse to be used now; None if they never do.
+        refusing: the holders that a guard lets refuse to be used from a forward to the end of its backward.
         computes: whether modules hold the leaves in the places of other holders now.
-        is_distributed: whether holders are distributed tensors of whole parameters: modules hold them at rest, and the
-            leaves for as long as these are unsharded (`compute`, `rest`). Torch's own functions see whole parameters
-            (norms, state dicts), and every rank has each gradient.
+        is_distributed: whether holders are distributed tensors of whole parameters. Torch's own functions see whole
+            parameters (norms, state dicts), and every rank has each gradient.
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
             the same list.
         kept: memory to release when a forward or a backward begins, if any.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
+        flagged: for each leaf, the object on which users set `requires_grad` now, which others follow later.
     """
 
     holders: list[nn.Parameter]
     words: FaceWords
-    holds_leaves: bool
-    is_flat: bool
-    by_parameter: bool
+    apart: Sequence[nn.Parameter] = ()
+    is_flat: bool = False
     is_distributed: bool = False
-    moves: bool = False
-    two_lives: bool = False
     leaves: Sequence[nn.Parameter]
     originals: Sequence[nn.Parameter]
+    private: Sequence[nn.Parameter] = ()
+    graded: Sequence[nn.Parameter] = ()
     pieces: Sequence[nn.Parameter] = ()
-    guarded: bool | None = None
+    refusing: Sequence[nn.Parameter] = ()
     computes: bool = False
     counters: list[torch.Tensor]
     kept: Keeps | None = None
     flags: tuple[bool, ...] | None = None
+    flagged: Sequence[nn.Parameter]
     _at_rest: ShardViews
 
     def holder_of(self, index: int) -> nn.Parameter:
         """The parameter that an optimizer steps on in order to step on that leaf."""
         return self.holders[index]
+
+    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The leaf of one of the `originals`; `parameter` itself if it is another."""
+        return parameter
+
+    def objects_of(self, index: int) -> list[nn.Parameter]:
+        """The parameters that stand for that leaf alone."""
+        return [self.leaves[index], self.holders[index]]
+
+    def name_of_holder(self, number: int) -> str:
+        """The name of that holder in messages."""
+        return self.words.holder
+
+    def check_copied(self, what: str) -> None:
+        """Refuse a unit whose unsharded form becomes a copy of the shard, by `what`, if holders are its leaves."""
+        return
 
     def put(self, param_ref: ParamRef) -> None:
         """Let a module hold, in the place `param_ref` of a leaf, the parameter for that place at rest; `compute` and
@@ -127,8 +144,7 @@ class Face(Protocol):
     def list_whole(self, param_ref: ParamRef) -> None:
         """Let a module list, in the place `param_ref` of a leaf, the parameter that shows the whole one while users
         have it, until `put`."""
-        if not self.holds_leaves:
-            param_ref.register()
+        param_ref.register()
 
     def leave(self, param_ref: ParamRef) -> None:
         """Undo `put`. Called for distributed holders only."""
@@ -139,10 +155,19 @@ class Face(Protocol):
     def rest(self) -> None:
         """End `compute`; calls `follow_requires_grad` if users have set it on leaves."""
 
+    def after_forward(self, *, requested: bool, in_use: bool) -> Left:
+        """A forward has left the leaves unsharded, for the backward or since a user has `requested` it; `in_use`: by
+        modules of other units. Decides what modules hold until they are used again."""
+        return Left.LISTED
+
     def displaced(self) -> set[int]:
         """The leaves whose places in modules hold other objects, between `compute` and `rest`. If modules hold the same
         at any time, changes are found at rest."""
         return set()
+
+    def take_back(self) -> None:
+        """Let modules hold the parameters that they should, in these places."""
+        return
 
     def replaced(self) -> list[int]:
         """The leaves whose holders should have their place in the shard but do not: the user replaced their memory.
@@ -185,10 +210,10 @@ class Face(Protocol):
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
         leaves to distributed holders. Called only if these differ."""
 
-    def follow_hooks(self) -> None:
-        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. Called if leaves are private
-        only. [Note: two lives]"""
-        return
+    def take_hooks(self, refuse: Callable[[], None], *, on_leaves: bool, on_holders: bool) -> None:
+        """A backward begins: let hooks of users, which may be `on_leaves` or `on_holders` that are apart, run on the
+        gradients that they expect, or `refuse` those that would never run."""
+        refuse()
 
     def take_grads(self) -> Mapping[int, torch.Tensor]:
         """A backward begins: leave no `.grad` on the leaves, some of which have one. Returns those of leaves that are
@@ -256,7 +281,9 @@ adoptions = _Adoptions()
 class FaceMaker(Protocol):
     """Makes the face of a handle; the classes below do."""
 
-    by_parameter: bool
+    @classmethod
+    def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
+        """The layout of the handle's parameters, where kernels expect memory at multiples of `align` elements."""
 
     def __call__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
@@ -267,15 +294,28 @@ class FaceMaker(Protocol):
 class OriginalFace(Face):
     """`use_orig_params=True`: the holders are the leaves themselves, each with its piece of the shard."""
 
-    words = FaceWords("use_orig_params", "True", "use_orig_params=True")
-    holds_leaves, is_flat, by_parameter = True, False, True
+    words = FaceWords(
+        "use_orig_params",
+        "True",
+        "use_orig_params=True",
+        unstepped=(
+            "as modules list it after unshard(), or where a forward has assigned it to another attribute: it is never "
+            "updated. Build the optimizer from model.parameters() before, or after reshard()"
+        ),
+    )
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
-        self.leaves = self.originals = self.pieces = self.holders
+        self.leaves = self.flagged = self.originals = self.graded = self.pieces = self.holders
         self._layout = layout
+
+    def check_copied(self, what: str) -> None:
+        raise UsageError(
+            f"{what} and each rank has whole parameters ({self.words.setting}): they could not be used as they are any "
+            "more. Convert the module before wrapping, or pass another param_dtype"
+        )
 
     def put(self, param_ref: ParamRef) -> None:
         param_ref.register()
@@ -299,6 +339,10 @@ class OriginalFace(Face):
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         return [leaf.grad for leaf in self.holders]
+
+    def take_hooks(self, refuse: Callable[[], None], *, on_leaves: bool, on_holders: bool) -> None:
+        if on_leaves:
+            hooks.defer_user_hooks(self.leaves)
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         leaves, fits = self.holders, total.dtype == self._dtype
@@ -329,21 +373,33 @@ class FlatFace(Face):
         names=(
             "so param groups selected by names such as 'bias' are empty; use_orig_params=True keeps the original names"
         ),
+        unstepped=(
+            "which was flattened: with use_orig_params=False it is never updated. Build the optimizer from "
+            "model.parameters() after wrapping, or wrap with use_orig_params=True"
+        ),
     )
-    holds_leaves, is_flat, by_parameter = False, True, False
+    is_flat = True
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self._leaves, self._flat_param, self._layout, self._rank = leaves, flat_param, layout, rank
-        self.leaves = self.originals = leaves
+        self.leaves = self.flagged = self.originals = leaves
         self._every = tuple(range(len(leaves)))
         self.holders: list[nn.Parameter] = [flat_param]
+        self.apart = self.holders
         self.counters: list[torch.Tensor] = []
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
 
+    @classmethod
+    def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
+        return FlatLayout.pack(specs, world=world)  # FSDP1's flat parameter has padding only at its end
+
     def holder_of(self, index: int) -> nn.Parameter:
         return self._flat_param
+
+    def objects_of(self, index: int) -> list[nn.Parameter]:
+        return [self.leaves[index]]
 
     def put(self, param_ref: ParamRef) -> None:
         param_ref.unregister()

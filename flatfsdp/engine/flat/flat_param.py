@@ -188,12 +188,8 @@ class FlatParamHandle:
         parted = [parts.get(id(leaf)) for leaf in leaves]
         specs = [spec_of(name, value, part) for name, value, part in zip(names, values, parted, strict=True)]
         align = max(1, 16 // options.precision(master).compute.itemsize)
-        aligned = options.face.by_parameter  # FSDP1's flat parameter has padding only at its end
-        layout = (
-            FlatLayout.pack_rows(specs, world=world, align=align)
-            if options.layout == "rows"
-            else FlatLayout.pack(specs, world=world, align=align if aligned else 1, pad_total=aligned)
-        )
+        lay_out = FlatLayout.pack_rows if options.layout == "rows" else options.face.lay_out
+        layout = lay_out(specs, world=world, align=align)
         on_meta, home = leaves[0].is_meta, torch.device("cpu") if options.offload else device
         shard = torch.zeros(layout.shard_numel, dtype=master, device=leaves[0].device if on_meta else home)
         if on_meta:
@@ -222,14 +218,6 @@ class FlatParamHandle:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of this handle that modules may list, or users hold."""
         return [*self.leaves, self.flat_param, *self.face.holders]
-
-    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The leaf for one of the parameters for which the handle was made; `parameter` itself if it is another."""
-        if self.face.two_lives:
-            for original, leaf in zip(self.face.originals, self.leaves, strict=True):
-                if original is parameter:
-                    return leaf
-        return parameter
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 

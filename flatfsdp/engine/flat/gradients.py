@@ -83,7 +83,7 @@ class Gradients:
             found = list(map(own_grad, self.handle.leaves))
             some = found.count(None) != len(found)
             self._taken = self.handle.face.take_grads() if some else {}
-            if some and not self.handle.face.holds_leaves:
+            if some and self.handle.face.apart:
                 self._refuse_assigned([i for i, grad in enumerate(found) if grad is not None])
 
     def _refuse_assigned(self, indices: list[int]) -> NoReturn:

@@ -125,7 +125,8 @@ class ParamRef:
             with contextlib.suppress(Exception):
                 setattr(module, self.attribute, parameter)
             if isinstance(module, nn.RNNBase):
-                _torch.expect_weight(module, self.attribute, parameter)
+                # Forwards meet leaves only, and a reference to a holder, even a weak one, forbids to swap it.
+                _torch.expect_weight(module, self.attribute, parameter if parameter is self.leaf else None)
         module._parameters[self.attribute] = parameter
         if parameter is not None:
             self.held = parameter

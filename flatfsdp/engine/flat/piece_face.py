@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,13 @@ from torch import nn
 
 from ..base import _torch
 from ..base import autograd as hooks
-from ..layout.layout import FlatLayout
+from ..layout.layout import FlatLayout, ParamSpec
 from .apart_face import ApartFace
-from .faces import Face, FaceMaker, OriginalFace, Sums, adoptions, assign_grad
+from .faces import Face, OriginalFace, Sums, adoptions, assign_grad
 from .layout_views import ShardViews
 from .leaf_classes import ORIGINAL
 from .param_refs import ParamRef
+from .states import Left
 from .write_tracker import FlatParameter
 
 
@@ -40,12 +41,15 @@ class PieceFaces:
     """
 
     copied: bool
-    by_parameter = True
+
+    @classmethod
+    def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
+        return FlatLayout.pack(specs, world=world, align=align, pad_total=True)
 
     def __call__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> Face:
-        make: FaceMaker = PieceFace if self.copied or layout.world > 1 else OriginalFace
+        make: type[PieceFace | OriginalFace] = PieceFace if self.copied or layout.world > 1 else OriginalFace
         return make(leaves, flat_param, layout, rank)
 
 
@@ -53,14 +57,13 @@ class PieceFace(ApartFace):
     """`use_orig_params=True`: the user's parameters, each with its piece of the shard. [Note: two lives]"""
 
     words = OriginalFace.words
-    two_lives = True
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         super().__init__([_leaf_for(each) for each in leaves], list(leaves))
-        self.originals = self.pieces = self.holders
-        self.guarded = False
+        self.private = self.leaves
+        self.originals = self.graded = self.pieces = self.refusing = self.holders
         self._layout = layout
         self._following: set[int] = set()  # the leaves on whose gradients hooks of their holders run
 
@@ -76,10 +79,30 @@ class PieceFace(ApartFace):
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
+    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        found = (leaf for leaf, holder in zip(self.leaves, self.holders, strict=True) if holder is parameter)
+        return next(found, parameter)
+
+    def name_of_holder(self, number: int) -> str:
+        return repr(self._layout.params[number].name)
+
+    def after_forward(self, *, requested: bool, in_use: bool) -> Left:
+        if requested or in_use:
+            return Left.REQUESTED if requested else Left.COMPUTING
+        self.rest()
+        return Left.SET_ASIDE
+
     def list_whole(self, param_ref: ParamRef) -> None:
         param_ref.hold(self.holders[self._index[id(param_ref.leaf)]])
 
-    def follow_hooks(self) -> None:
+    def take_hooks(self, refuse: Callable[[], None], *, on_leaves: bool, on_holders: bool) -> None:
+        if on_leaves:
+            hooks.defer_user_hooks(self.leaves)
+        if on_holders:
+            self._follow_hooks()
+
+    def _follow_hooks(self) -> None:
+        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. [Note: two lives]"""
         with _torch.as_plain_tensors():  # holders refuse to be used
             for index, (leaf, holder) in enumerate(zip(self.leaves, self.holders, strict=True)):
                 # A frozen one has no gradient now; torch refuses hooks on it.

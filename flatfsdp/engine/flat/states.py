@@ -82,3 +82,16 @@ def refuse_step(current: S, target: S, table: Mapping[S, frozenset[S]], who: str
         f"unit {who} cannot go from {current.value} to {target.value} (allowed: "
         f"{', '.join(sorted(s.value for s in table[current]))}). Last events: {story}"
     )
+
+
+class Left(enum.Enum):
+    """Users of leaves that show the unsharded parameters.
+
+    COMPUTING: units compute with them. Others are left by forwards, or unsharded on request: modules hold them until
+    the backward (LISTED), or as long as the user wants (REQUESTED), or hold their holders again (SET_ASIDE).
+    """
+
+    COMPUTING = "computing"
+    LISTED = "listed"
+    REQUESTED = "requested"
+    SET_ASIDE = "set aside"

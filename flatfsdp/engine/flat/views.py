@@ -28,7 +28,7 @@ from .layout_views import are_set_to, dense
 from .leaf_classes import ORIGINAL, LeafClasses
 from .param_refs import ParamRef, marks_of
 from .sources import UnshardedParam
-from .states import SHARDED, UNSHARDED
+from .states import SHARDED, UNSHARDED, Left
 from .write_tracker import VERSION
 
 
@@ -84,8 +84,8 @@ class ParamViews:
         tracks_writes: whether in-place writes to the `.data` of leaves are noticed.
         is_left_unsharded: whether a forward has left the leaves unsharded, in the shard itself, and no backward has
             reached them.
-        is_set_aside: whether modules hold the holders although the leaves are unsharded.
-        is_requested: whether modules hold private leaves outside of forwards and backwards, as a user has requested.
+        left: what becomes of leaves that are unsharded.
+        guarded: whether holders refuse to be used now.
         without_values: leaves whose places in the shard came from the meta device, and have no values yet.
         mode: [Note: view modes].
         give_back: makes users' parameters plain tensors of their own, when their unit is taken apart.
@@ -94,12 +94,12 @@ class ParamViews:
     def __init__(self, handle: FlatParamHandle, classes: LeafClasses) -> None:
         self.handle = handle
         self.classes = classes
-        private = handle.face.two_lives
-        self._hidden, self._noticed = (
-            (classes.private_hidden, classes.private_noticed) if private else (classes.hidden, classes.noticed)
-        )
+        private = bool(handle.face.private)
+        self._hidden = classes.private_hidden if private else classes.hidden
+        self._noticed = classes.private_noticed if private else classes.noticed
         self.extended: Sequence[TransformedLeaf] = []
-        self.tracks_writes = self.is_left_unsharded = self.is_set_aside = self.is_requested = False
+        self.tracks_writes = self.is_left_unsharded = self.guarded = False
+        self.left = Left.COMPUTING
         self.without_values: frozenset[int] = frozenset()
         self.mode = SHOWS_SHARD
         self._some_hidden = self._all_hidden = False  # leaves refuse to be used
@@ -139,7 +139,7 @@ class ParamViews:
         handle, before = self.handle, self.mode
         face = handle.face
         self.mode = mode
-        self.is_set_aside = self.is_requested = False
+        self.left = Left.COMPUTING
         if mode is SHOWS_UNSHARDED:
             if self._some_hidden or self.tracks_writes:
                 self._some_hidden = self._all_hidden = self.tracks_writes = False
@@ -148,19 +148,18 @@ class ParamViews:
                 for leaf, view in now.shown:
                     leaf.data = view
                 self._laid = now
-            if face.moves:
-                face.compute()
+            face.compute()
             return
         if not (self._all_hidden or handle.shard_is_whole):
             self._some_hidden, self._all_hidden, self.tracks_writes = True, True, False
             deque(map(setattr, handle.leaves, _CLASS, self._refusing), 0)
-        if before is SHOWS_UNSHARDED and face.moves:
+        if before is SHOWS_UNSHARDED:
             face.rest()
-        if face.guarded is not None and face.guarded is not (refuses := mode is SHOWS_NOTHING):
-            face.guarded = refuses
-            change_classes(face.holders, self.classes.hidden if refuses else ORIGINAL)
+        if face.refusing and self.guarded is not (refuses := mode is SHOWS_NOTHING):
+            self.guarded = refuses
+            change_classes(face.refusing, self.classes.hidden if refuses else ORIGINAL)
             if self.classes.awaited and not refuses:
-                self.classes.show_awaited(face.holders)
+                self.classes.show_awaited(face.refusing)
         for each in self.extended:
             each.uninstall(face.put)
 
@@ -176,11 +175,11 @@ class ParamViews:
         self._some_hidden = True
 
     def guard(self) -> None:
-        """Let the holders refuse to be used, until the next `show` of the shard."""
-        face = self.handle.face
-        if face.guarded is False and (self.mode is SHOWS_SHARD or self.is_requested):
-            face.guarded = True
-            change_classes(face.holders, self.classes.hidden)
+        """Let holders refuse to be used, if their face wants that, until the next `show` of the shard."""
+        at_rest = self.mode is SHOWS_SHARD or self.left is Left.REQUESTED
+        if at_rest and not self.guarded and (holders := self.handle.face.refusing):
+            self.guarded = True
+            change_classes(holders, self.classes.hidden)
 
     def track_writes(self, *, requested: bool = False, in_use: bool = False) -> None:
         """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
@@ -192,24 +191,21 @@ class ParamViews:
         if self.mode is not SHOWS_UNSHARDED:
             return
         face = self.handle.face
-        self.is_requested = requested and face.two_lives
+        self.left = face.after_forward(requested=requested, in_use=in_use)
         if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:
             change_classes(self.handle.leaves, self._noticed)
             self.tracks_writes = True
-        if face.two_lives and not (requested or in_use):
-            self.is_set_aside = True
-            face.rest()
+        if self.left is Left.SET_ASIDE:
             for each in self.extended:
                 each.uninstall(face.put)
 
     def end_tracking(self) -> None:
         """End of `track_writes`: the unit computes with the leaves again."""
-        self.tracks_writes = self.is_set_aside = self.is_requested = False
+        self.tracks_writes, self.left = False, Left.COMPUTING
         deque(map(setattr, self.handle.leaves, _CLASS, self._plain), 0)
-        if self.handle.face.moves:
-            self.handle.face.compute()
+        self.handle.face.compute()
 
     @property
     def was_replaced(self) -> bool:
@@ -225,7 +221,7 @@ class ParamViews:
             for fact in () if alike else _FACTS:
                 if list(map(fact, leaves)) != list(map(fact, views)):
                     return True
-        displaced = handle.face.displaced() if handle.face.moves and not self.is_set_aside else None
+        displaced = handle.face.displaced() if self.left is not Left.SET_ASIDE else None
         return bool(displaced and self._own(displaced))
 
     @property
@@ -234,14 +230,14 @@ class ParamViews:
         rows = enumerate(self.handle.unsharded.shown)
         with as_plain_tensors():
             found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in _FACTS)}
-        if not self.is_set_aside:  # else they are found at rest
+        if self.left is not Left.SET_ASIDE:  # else they are found at rest
             found |= self._own(self.handle.face.displaced())
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
     @property
     def has_replacements(self) -> bool:
-        """Whether users have replaced objects that modules hold in the places of private leaves."""
-        return self.handle.face.two_lives and bool(self._own(self.handle.face.displaced()))
+        """Whether users have replaced objects that modules hold while leaves are unsharded."""
+        return bool(self._own(self.handle.face.displaced()))
 
     def _own(self, displaced: set[int]) -> set[int]:
         """Those of the leaves that modules should hold themselves. In place of others they hold tensors made from them,
@@ -271,12 +267,13 @@ class ParamViews:
 
     def show_again(self) -> None:
         """Point users' parameters and the flat parameter at the shard again."""
-        self._some_hidden = self._all_hidden = self.tracks_writes = self.is_set_aside = self.is_requested = False
+        self._some_hidden = self._all_hidden = self.tracks_writes = False
+        self.left = Left.COMPUTING
         change_classes(self.handle.leaves, ORIGINAL)
         self._lay_out()
         self.mode = SHOWS_SHARD
-        if (face := self.handle.face).guarded:
-            change_classes(face.holders, self.classes.hidden)
+        if self.guarded:
+            change_classes(self.handle.face.refusing, self.classes.hidden)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.
@@ -472,7 +469,10 @@ def check_unwritten(views: ParamViews) -> None:
     apart = handle.state is UNSHARDED and handle.unsharded.buffer is not None
     # As `was_edited`, whose call every unit would take.
     if apart and (list(map(VERSION, handle.leaves)) != handle.writes.known or views.was_replaced):
-        _refuse_writes(views, "inside a forward")
+        try:
+            _refuse_writes(views, "inside a forward")
+        finally:
+            handle.face.take_back()  # else their values would be taken at rest
 
 
 def keep_packed(views: ParamViews, param_refs: Iterable[ParamRef]) -> None:
@@ -518,7 +518,7 @@ def check_places(views: ParamViews) -> None:
     """Refuse another forward, before the backward, where a user has given a module another parameter instead of a
     holder: its value is taken at rest, and until then its gradient would be lost."""
     face = views.handle.face
-    if face.two_lives and (displaced := face.displaced()):
+    if displaced := face.displaced():
         _refuse_writes(views, "between forward and backward", displaced)
 
 

@@ -209,18 +209,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             index = next(i for i, each in enumerate(parameters) if each is parameter)
             spec = handle.layout.params[index]
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
-            if holding is None and handle.face.two_lives:
-                raise UsageError(
-                    f"the optimizer holds the unsharded {where}, as modules list it after unshard(), or where a "
-                    "forward has assigned it to another attribute: it would never be updated. Build the optimizer "
-                    "from model.parameters() before"
-                )
             if holding is None:
-                words = handle.face.words
-                raise UsageError(
-                    f"the optimizer holds {where}, which was flattened: with {words.setting} it would never be "
-                    f"updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
-                )
+                raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise UsageError(

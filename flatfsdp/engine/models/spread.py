@@ -78,8 +78,9 @@ def axes_of(units: Sequence[Unit]) -> list[Transport]:
 def apart(units: Sequence[Unit]) -> list[tuple[Unit, FlatParamHandle]]:
     """The handles in `units`, all of a model, with such parameters, each with its unit. No communication."""
     worlds = {groups.world for unit in units for groups in unit.axes.all}
-    transformed = (each for unit in units for views in unit.views for each in transformed_in(views))
-    if len(worlds) < 2 or any(each.part is not None for each in transformed):
+    if len(worlds) < 2:
+        return []
+    if any(each.part is not None for unit in units for views in unit.views for each in transformed_in(views)):
         return []
     most = max(worlds)
     return [(unit, handle) for unit in units for handle in unit.handles if unit.axes.of(handle).world < most]

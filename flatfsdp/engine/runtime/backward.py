@@ -334,7 +334,7 @@ class Backward:
         for kind, (handle, _, grads) in enumerate(unit.kinds):
             registries = unit.leaves.hooked[kind].values()
             on_leaves = sum(map(len, registries)) > len(registries)  # more than our own
-            if on_leaves or not (handle.face.holds_leaves or unit.leaves.unhooked_as_of.get(kind) == as_of):
+            if on_leaves or unit.leaves.unhooked_as_of.get(kind) != as_of:
                 defer_user_hooks(unit, kind, on_leaves=on_leaves)
             transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
             expects = grads.expect_gradients(

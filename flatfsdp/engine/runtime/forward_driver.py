@@ -21,7 +21,7 @@ from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..base.peers import RUNS, STAYED, Peers, with_unsharded
 from ..flat.buffer_casting import cast_buffers
-from ..flat.states import FORWARD, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED
+from ..flat.states import FORWARD, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Left
 from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_packed
 from ..schedule.actions import Action
 from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
@@ -152,8 +152,7 @@ class ForwardDriver:
             self.resources.limiter.free_all()
         for each in self.setup.units:
             for views in each.views:
-                listed = views.mode is SHOWS_UNSHARDED and not (views.is_set_aside or views.is_requested)
-                if listed and views.handle.face.two_lives:
+                if views.mode is SHOWS_UNSHARDED and views.left is Left.COMPUTING:
                     views.track_writes()  # an owner, which other units have used since its own forward
 
     def _end_inner_failure(self) -> None:
@@ -390,8 +389,7 @@ class ForwardDriver:
         for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
             each.wait_unshard()
         for handle in unit.handles:
-            if not handle.face.holds_leaves:
-                handle.face.follow_requires_grad()
+            handle.face.follow_requires_grad()
         self.resources.events.append(("forward", unit.place.name, unit.phase._value_))
         outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
         if outermost or unit.built.island or unit.resolved.input_dtype is not None:

@@ -100,8 +100,7 @@ class GradAccumulators:
         handles, leaves = [handle for unit in units for handle in unit.handles], []
         for handle in handles:
             leaves += handle.leaves
-            if not handle.face.holds_leaves:
-                leaves += handle.face.holders
+            leaves += handle.face.apart
         with _torch.as_plain_tensors():
             counts = list(map(_torch.use_count, leaves))
             found = hooks.held_nodes(leaves, counts) if max(counts, default=2) > 1 else {}
@@ -118,8 +117,7 @@ class GradAccumulators:
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
         face, specs = handle.face, zip(handle.leaves, handle.layout.params, strict=True)
-        holders = [] if face.holds_leaves else face.holders
-        apart = [(holder, _name_of(handle, i)) for i, holder in enumerate(holders)]
+        apart = [(holder, face.name_of_holder(i)) for i, holder in enumerate(face.apart)]
         for leaf, name in [*apart, *((leaf, repr(spec.name)) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
@@ -138,23 +136,16 @@ class GradAccumulators:
         self._stepped = {}
         for handle in handles:
             face = handle.face
-            if not (face.holds_leaves or face.two_lives) and any(
-                hasattr(p, _OPTIMIZERS) for p in (*face.holders, *handle.leaves)
-            ):
+            stepped = [each for each in (*face.holders, *handle.leaves) if hasattr(each, _OPTIMIZERS)]
+            if stepped and not face.graded:
                 raise UsageError(
                     f"unit {handle.label}: _apply_optimizer_in_backward() was called on parameters that were "
                     f"flattened, or on {face.words.holder}, and would never step: autograd accumulates no gradient "
                     f"there. Step with flatfsdp.optimizer_in_backward(model, optimizer){face.words.or_remedy}"
                 )
-            stepped = [each for each in face.originals if hasattr(each, _OPTIMIZERS)]
             if stepped:
-                self._stepped[handle] = stepped
+                self._stepped[handle] = [each for each in face.graded if hasattr(each, _OPTIMIZERS)]
         self.expects_gradients = {*self._held, *self._stepped}
-
-
-def _name_of(handle: FlatParamHandle, number: int) -> str:
-    face = handle.face
-    return repr(handle.layout.params[number].name) if face.two_lives else face.words.holder
 
 
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
@@ -162,7 +153,7 @@ def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
     for handle, known in held.items():
         where, words = f"of unit {handle.label}", handle.face.words
         for each in known:
-            if each.after() and not (handle.face.holds_leaves or handle.face.two_lives):
+            if each.after() and not handle.face.graded:
                 return (
                     f"{each.name} {where} has a hook on its AccumulateGrad node, but with {words.setting} no "
                     "gradient is accumulated into it: the hook would never run. To step in the backward, use "

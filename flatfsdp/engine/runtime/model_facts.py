@@ -40,20 +40,18 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
     with _torch.as_plain_tensors():  # they may be hidden
         for unit in units:
             for handle in unit.handles:
-                face = handle.face
-                # At rest leaves that are not the holders follow these later.
-                flags += map(_requires_grad, face.holders if face.moves and face.flags is not None else handle.leaves)
+                flags += map(_requires_grad, handle.face.flagged)
     return tuple(flags)
 
 
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
-    """The path of every parameter of `units` in their model, by the ids of its leaf and its distributed holder."""
+    """The path of every parameter of `units` in their model, by the ids of its leaf and its holder."""
     return {
         id(parameter): unit.entries.fqn(spec.name)
         for unit in units
         for handle in unit.handles
-        for index, (leaf, spec) in enumerate(zip(handle.leaves, handle.layout.params, strict=True))
-        for parameter in (leaf, *((handle.face.holder_of(index),) if handle.face.by_parameter else ()))
+        for index, spec in enumerate(handle.layout.params)
+        for parameter in handle.face.objects_of(index)
     }
 
 

@@ -50,9 +50,8 @@ def faced_refs(unit: Unit) -> list[tuple[ParamRef, Face]]:
 
 
 def put_at_rest(unit: Unit) -> None:
-    """Let modules of `unit` hold the parameters of their faces, if these are no leaves, and list flat parameters."""
+    """Let modules of `unit` hold the parameters of their faces, and list flat parameters."""
     for param_ref, face in faced_refs(unit):
-        if not face.holds_leaves:
-            face.put(param_ref)
+        face.put(param_ref)
     for param_ref in unit.leaves.listing.flat:
         param_ref.register()

@@ -28,7 +28,18 @@ from ..flat.gradients import Gradients
 from ..flat.leaf_classes import PLAIN, LeafClasses
 from ..flat.param_refs import ParamRef, flat_name
 from ..flat.sources import DEVICE, UnshardSource
-from ..flat.states import GATHERING, IDLE, PHASE_STEPS, PRE_BACKWARD, SHARDED, SUMMONED, UNSHARDED, Phase, refuse_step
+from ..flat.states import (
+    GATHERING,
+    IDLE,
+    PHASE_STEPS,
+    PRE_BACKWARD,
+    SHARDED,
+    SUMMONED,
+    UNSHARDED,
+    Left,
+    Phase,
+    refuse_step,
+)
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode, check_exposed
 from .entries import Entries
 from .resources import Resources
@@ -111,7 +122,7 @@ class Unit:
         """Let `param_refs`, places of parameters as users have them, refer to their leaves."""
         for param_ref in param_refs:
             for handle in self.handles:
-                param_ref.leaf = handle.leaf_of(param_ref.leaf)
+                param_ref.leaf = handle.face.leaf_of(param_ref.leaf)
 
     def share_params_of(self, owning_units: Sequence[Unit]) -> None:
         """Hold parameters of `owning_units` too."""
@@ -267,7 +278,7 @@ class Unit:
         for views in self.views:
             if views.mode is not SHOWS_UNSHARDED:
                 views.show(SHOWS_UNSHARDED)
-            elif views.tracks_writes or views.is_set_aside:
+            elif views.tracks_writes or views.left is Left.SET_ASIDE:
                 views.end_tracking()
             views.is_left_unsharded = False
             if views.extended:
@@ -307,7 +318,7 @@ class Unit:
                         limiter.free_later(handle.name, buffer)
                     views.show(mode)
                     freed = True
-            elif views.mode is not mode or (mode is SHOWS_SHARD and handle.face.guarded):
+            elif views.mode is not mode or (mode is SHOWS_SHARD and views.guarded):
                 views.show(mode)
         if freed:
             self.resources.events.append(("reshard", self.place.name, self.phase._value_))
@@ -358,8 +369,7 @@ def follow_requires_grad(units: Iterable[Unit]) -> None:
     """Give leaves the `requires_grad` that users have set on their holders."""
     for unit in units:
         for handle in unit.handles:
-            if not handle.face.holds_leaves:
-                handle.face.follow_requires_grad()
+            handle.face.follow_requires_grad()
 
 
 def refuse_without_model(unit: Unit) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from torch.utils.hooks import RemovableHandle
 
@@ -21,20 +22,14 @@ def defer_user_hooks(unit: Unit, kind: int, *, on_leaves: bool) -> None:
         UsageError: for a hook that would never run, since autograd computes gradients of the leaves, and `.grad` is set
             on their holders.
     """
-    handle = unit.handles[kind]
-    face = handle.face
-    if on_leaves and (face.holds_leaves or face.two_lives):
-        hooks.defer_user_hooks(handle.leaves)
-    if face.two_lives:
-        if _holders_have_hooks(unit, kind):
-            face.follow_hooks()
-    elif not face.holds_leaves and (on_leaves or _holders_have_hooks(unit, kind)):
-        _check_hooks(unit, handle)
+    handle, on_holders = unit.handles[kind], _holders_have_hooks(unit, kind)
+    if on_leaves or on_holders:
+        handle.face.take_hooks(partial(_check_hooks, unit, handle), on_leaves=on_leaves, on_holders=on_holders)
 
 
 def _holders_have_hooks(unit: Unit, kind: int) -> bool:
     """Whether holders that are no leaves have hooks, of either kind; if not, when that was found is recorded."""
-    holders = unit.handles[kind].face.holders
+    holders = unit.handles[kind].face.apart
     with _torch.as_plain_tensors():
         found = hooks.users_have_hooked(holders) or any(map(_torch.hooks_on, holders))
     if not found:
@@ -69,12 +64,10 @@ def run_user_hooks(finished: Iterable[tuple[Unit, Collection[FlatParamHandle]]])
         for kind, handle in enumerate(unit.handles):
             if handle not in complete:
                 continue
-            if not handle.face.holds_leaves:
-                as_of = RemovableHandle.next_id, adoptions.count
-                if unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind):
-                    hooks.run_hooks(handle.face.holders)
-                if not handle.face.two_lives:
-                    continue
+            face = handle.face
+            as_of = RemovableHandle.next_id, adoptions.count
+            if unit.leaves.unhooked_as_of.get(kind) != as_of and _holders_have_hooks(unit, kind):
+                hooks.run_hooks(face.apart)
             registries = unit.leaves.hooked[kind].values()
             if sum(map(len, registries)) > len(registries):  # there are more than the engine's own
-                hooks.run_user_hooks(handle.leaves, handle.face.holders)
+                hooks.run_user_hooks(handle.leaves, [*map(face.holder_of, range(len(handle.leaves)))])

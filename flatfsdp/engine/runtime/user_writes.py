@@ -72,12 +72,12 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: boo
 
 
 def _holds_leaf_again(unit: Unit, param_ref: ParamRef) -> bool:
-    """Whether a module holds the leaf itself in this place, where it should hold its holder at rest: code such as
-    `functional_call` has restored the tensor from before the shards were shown. Puts the holder back."""
+    """Whether a module holds the leaf itself in this place, which has changed and should have its holder at rest: code
+    such as `functional_call` has restored the tensor from before the shards were shown. Puts the holder back."""
     if param_ref.current is not param_ref.leaf:
         return False
     for handle in [handle for each in (unit, *unit.owning_units) for handle in each.handles]:
-        if handle.face.moves and any(leaf is param_ref.leaf for leaf in handle.leaves):
+        if any(leaf is param_ref.leaf for leaf in handle.leaves):
             handle.face.put(param_ref)
             return True
     return False

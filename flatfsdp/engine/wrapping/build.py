@@ -235,7 +235,7 @@ def install_extensions(unit: Unit, extended: Sequence[TransformedParam]) -> None
     """Let modules of `unit` hold the results of extensions for some leaves."""
     for handle, views, _ in unit.kinds:
         for each in extended:
-            each.leaf = handle.leaf_of(each.leaf)
+            each.leaf = handle.face.leaf_of(each.leaf)
         leaves = set(map(id, handle.leaves))
         views.extended = own = [each for each in extended if id(each.leaf) in leaves]
         for each in own:

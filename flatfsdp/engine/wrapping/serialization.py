@@ -127,8 +127,7 @@ def _plans(module: nn.Module, units: list[Unit]) -> list[UnitPlan]:
 def _plan(unit: Unit, entries: list[nn.Module], owned: Mapping[int, tuple[int, int, int]]) -> UnitPlan:
     in_place = unit.entries.in_place
     for handle in unit.handles:
-        if not handle.face.holds_leaves:
-            handle.face.follow_requires_grad()
+        handle.face.follow_requires_grad()
     elsewhere = unit.axes.elsewhere
     return UnitPlan(
         entries=entries,

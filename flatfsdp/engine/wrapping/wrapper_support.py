@@ -105,11 +105,10 @@ def apply_to_tensors(
 def _check_cast(handle: FlatParamHandle, dtype: torch.dtype) -> None:
     """Refuse a shard of `dtype` where parameters are their own leaves, and the unit would compute with copies."""
     compute = handle.options.precision(dtype).compute
-    if handle.face.holds_leaves and compute != dtype != handle.shard.dtype:
-        raise UsageError(
+    if compute != dtype != handle.shard.dtype:
+        handle.face.check_copied(
             f"unit {handle.label}: a conversion of its parameters to {dtype} after wrapping, while it computes in "
-            f"{compute} and each rank has whole parameters ({handle.face.words.setting}): they could not be used as "
-            "they are any more. Convert the module before wrapping, or pass another param_dtype"
+            f"{compute}"
         )
 
 

@@ -192,16 +192,9 @@ def others_of(optim: torch.optim.Optimizer | None) -> list[Any]:
 
 
 def _refuse(parameter: torch.Tensor, group: int, named: NamedParam | None) -> None:
-    if named is not None and named.handle.face.two_lives:
-        raise UsageError(
-            f"param group {group} of the optimizer holds the unsharded {named.name!r} that unshard() shows, which is "
-            "never updated. Build the optimizer from model.parameters() before unshard(), or after reshard()"
-        )
     if named is not None:
-        words = named.handle.face.words
         raise UsageError(
-            f"param group {group} of the optimizer holds {named.name!r}, which was flattened: with {words.setting}, "
-            f"it is never updated. Build the optimizer from model.parameters() after wrapping{words.or_remedy}"
+            f"param group {group} of the optimizer holds {named.name!r}, {named.handle.face.words.unstepped}"
         )
     raise UsageError(
         f"param group {group} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
