@@ -28,7 +28,7 @@ from ..base import _torch
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Transport
 from ..device.memory import FlatBuffer, MemoryTracker
-from ..device.streams import DONE, PendingWork, Stream, pinned_like
+from ..device.streams import PendingWork, Stream, pinned_like
 from ..layout.layout import FlatLayout
 from .layout_views import own_pieces_of, pieces_of
 
@@ -137,17 +137,6 @@ class ShardSource(UnshardSource):
         with stream.running():
             own = segment[start : start + self._only.numel()].copy_(self._only, non_blocking=True)
         return self.transport.all_gather_base(segment, own, stream)
-
-
-class CoalescedSource(UnshardSource):
-    """The shards of several handles, gathered by one collective over the shard axis. The caller issues it, and sets the
-    pending work of the handles."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        return DONE
 
 
 class PostForwardShard(KeptSource):

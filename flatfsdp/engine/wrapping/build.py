@@ -37,6 +37,7 @@ from ..dtensor.gather_hooks import GatherHooks, has_gather_hooks
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.clip import serve_torchs_norms
+from ..features.coalescing import coalescer_for
 from ..features.conditional_units import attach_conditional_units
 from ..features.error_feedback import attach_residuals
 from ..features.persistent_params import attach_persistent_params
@@ -374,7 +375,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
         if axis is not None and axis.size > 1:
             agreement.member.count(axis, unit.entries.class_name)
             break
-    model = Model(unit, resources, settings, agreement)
+    model = Model(unit, resources, settings, agreement, coalescer_for(most=settings.join_units_below))
     model.setup.introduce = introduce
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
