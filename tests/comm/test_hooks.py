@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness import inspect

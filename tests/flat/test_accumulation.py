@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel, fully_shard
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect

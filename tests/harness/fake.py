@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - importing it registers the backend "fake"
 
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 
 
 @contextmanager

@@ -23,10 +23,10 @@ from itertools import chain, takewhile
 from typing import Any
 
 from flatfsdp.engine.base.peers import BackwardPlan, bits_of
+from flatfsdp.engine.features.coalescing import coalesce
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
-from flatfsdp.engine.schedule.issue_order import coalesce
 from flatfsdp.errors import AgreementError
 from tests.harness.simulated_agreement import SCOPE, JobNotes, SimulatedAgreement
 from tests.harness.simulated_waits import GATHERS, REDUCTIONS, Play, Problem, Stream, on_device, on_host

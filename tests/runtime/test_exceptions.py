@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run

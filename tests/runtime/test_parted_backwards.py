@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.gradients import RunsBackward, averaged_over_ranks, copied, unlike

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from flatfsdp.engine.features.coalescing import coalesce
 from flatfsdp.engine.schedule.backward_clock import BackwardClock
 from flatfsdp.engine.schedule.forward_schedule import ForwardOrder, ForwardRecord
-from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder, coalesce
+from flatfsdp.engine.schedule.issue_order import GatherOrder, ReduceOrder
 
 pytestmark = pytest.mark.unit
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp.engine.comm.axes import served_as
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 from flatfsdp.engine.transports import staged
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice

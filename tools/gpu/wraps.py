@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.base import _dtensor
-from flatfsdp.engine.runtime.coalesced_collectives import apart
+from flatfsdp.engine.features.coalescing import apart
 
 from .net import Block, Net
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Transport
 from ..device.memory import FlatBuffer
-from ..device.streams import DONE, PendingWork, Stream
+from ..device.streams import PendingWork, Stream
 from ..layout.layout import FlatLayout
 
 
@@ -121,14 +121,3 @@ class ShardSource(UnshardSource):
         with stream.running():
             own = segment[start : start + self._only.numel()].copy_(self._only, non_blocking=True)
         return self.transport.all_gather_base(segment, own, stream)
-
-
-class CoalescedSource(UnshardSource):
-    """The shards of several handles, gathered by one collective over the shard axis. The caller issues it, and sets the
-    pending work of the handles."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        return DONE

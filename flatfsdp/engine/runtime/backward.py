@@ -43,11 +43,11 @@ from ..schedule.actions import Action
 from ..schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from ..schedule.forward_schedule import CheckpointRegion, ForwardRecord
 from . import late_gradients
-from .coalesced_collectives import Coalescer
 from .finish import Finisher
 from .model_facts import lacking_in, leave_out
 from .turns import Turns
 from .unit import Unit
+from .unit_collectives import Apart
 from .user_hooks import defer_user_hooks
 
 _REQUIRES_GRAD, _ADVANCES_IN_WAITS = attrgetter("requires_grad"), attrgetter("advances_in_waits")
@@ -158,7 +158,7 @@ class Backward:
         sync: bool,
         weight: float,
         agreement: Peers,
-        coalescer: Coalescer,
+        coalescer: Apart,
         finisher: Finisher,
         turns: Turns,
     ) -> None:

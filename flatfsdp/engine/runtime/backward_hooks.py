@@ -25,13 +25,13 @@ from ..schedule.backward_schedule import UnitRules
 from ..schedule.forward_schedule import ForwardRecord
 from . import late_gradients
 from .backward import Backward, rules_of
-from .coalesced_collectives import Coalescer
 from .finish import Finisher
 from .grad_accumulators import GradAccumulators
 from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
 from .setup import Setup
 from .unit import Unit, follow_requires_grad, refuse_without_model, shared_under_reentrance
+from .unit_collectives import Apart
 from .unit_state import ForwardCall
 
 Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
@@ -53,7 +53,7 @@ class BackwardHooks:
     agreement: Peers
     accumulators: GradAccumulators
     observers: Observers
-    coalescer: Coalescer
+    coalescer: Apart
     sync: bool = True
     weight: float = 1.0
     of_unit: dict[Unit, UnitHooks] = field(default_factory=dict)

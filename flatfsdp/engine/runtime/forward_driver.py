@@ -26,7 +26,6 @@ from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_p
 from ..schedule.actions import Action
 from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from .backward_hooks import BackwardHooks, GradientHook, UnitHooks
-from .coalesced_collectives import Coalescer
 from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
@@ -36,6 +35,7 @@ from .setup import Setup
 from .substitutes import Given
 from .turns import PLAIN
 from .unit import Unit, shared_under_reentrance
+from .unit_collectives import Apart
 from .unit_state import ForwardCall
 from .user_writes import apply_shard_writes, follow_other_ranks
 
@@ -68,7 +68,7 @@ class ForwardDriver:
     agreement: Peers
     accumulators: GradAccumulators
     observers: Observers
-    coalescer: Coalescer
+    coalescer: Apart
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
     _turns_version: int = -1  # of the options that the turns depend on

@@ -20,7 +20,6 @@ import torch
 from ..base.events import Observers
 from ..base.peers import Peers
 from .backward_hooks import BackwardHooks
-from .coalesced_collectives import Coalescer
 from .forward_driver import ForwardDriver
 from .grad_accumulators import GradAccumulators
 from .iteration import Iteration
@@ -28,6 +27,7 @@ from .model_facts import steppable_of
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
+from .unit_collectives import Apart
 from .unit_state import UnitPlace
 
 
@@ -48,14 +48,20 @@ class Model:
     """
 
     def __init__(
-        self, unit: Unit, resources: Resources, settings: ModelSettings, agreement: Peers | None = None
+        self,
+        unit: Unit,
+        resources: Resources,
+        settings: ModelSettings,
+        agreement: Peers | None = None,
+        coalescer: Apart | None = None,
     ) -> None:
-        """`agreement`: what compares ranks; by default nothing does. [Note: peers]"""
+        """`agreement`: what compares ranks; by default nothing does. [Note: peers] `coalescer`: how units share their
+        collectives; by default they do not."""
         self.resources = resources
         self.observers = observers = Observers()
         self.accumulators = accumulators = GradAccumulators()
         self.agreement = agreement = Peers() if agreement is None else agreement
-        self.coalescer = coalescer = Coalescer(most=settings.join_units_below)
+        self.coalescer = coalescer = Apart() if coalescer is None else coalescer
         self.setup = setup = Setup([unit], settings, resources, agreement, coalescer, observers)
         self.units = [unit]
         self.iteration = iteration = Iteration(setup.units, resources, agreement, accumulators, observers)

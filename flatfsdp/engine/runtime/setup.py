@@ -13,11 +13,11 @@ from ..base.events import Observers
 from ..base.peers import Checksums, Peers
 from ..comm.axes import ProcessGroups
 from ..flat.param_refs import ParamRef
-from .coalesced_collectives import Coalescer
 from .model_facts import names_of_leaves
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
+from .unit_collectives import Apart
 from .unit_state import Resolved, Transports, UnitPlace
 from .user_writes import write_back
 
@@ -41,7 +41,7 @@ class Setup:
     settings: ModelSettings
     resources: Resources
     agreement: Peers
-    coalescer: Coalescer
+    coalescer: Apart
     observers: Observers
     entries: frozenset[Unit] = frozenset()
     ready: bool = False

@@ -1,9 +1,6 @@
-"""The order in which the collectives of one backward are issued, and those that are due; pure. [Note: backward order]
+"""The order in which the collectives of one backward are issued, and those that are due; pure.
 
-[Note: coalescing] A collective takes about the same time of the host for any size, so consecutive small units in the
-agreed order are gathered, and reduced, as one. A number of bytes decides which units are small, and bounds the total
-of a group: its staging buffer, and the memory that is allocated ahead of its use. Order and sizes are equal on all
-ranks, and so are the groups.
+Why all ranks have the same order: [Note: backward order].
 """
 
 from __future__ import annotations
@@ -179,29 +176,3 @@ class ReduceOrder(Generic[U]):
         if self._in_order is None:
             self._in_order = sorted(self.expected, key=self.expected.__getitem__)
         return self._in_order
-
-
-def coalesce(
-    sequence: Iterable[U], key: Callable[[U], tuple[int, object] | None], *, most: int
-) -> Iterator[tuple[U, ...]]:
-    """Split `sequence` into groups of units that share their collectives; reads one unit beyond the end of a group.
-
-    Args:
-        sequence: units in the order of their collectives.
-        key: (the bytes of a unit, a value that must be equal in its group); None for a unit that stays alone.
-        most: the most bytes of a group.
-    """
-    group: list[U] = []
-    common: object = None
-    room = 0
-    for unit in sequence:
-        size, mine = key(unit) or (most, object())
-        if group and (size > room or mine != common):
-            yield tuple(group)
-            group = []
-        if not group:
-            common, room = mine, most
-        group.append(unit)
-        room -= size
-    if group:
-        yield tuple(group)

@@ -36,6 +36,7 @@ from ..dtensor.gather_hooks import GatherHooks, has_gather_hooks
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
 from ..features.clip import serve_torchs_norms
+from ..features.coalescing import coalescer_for
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
 from ..features.error_feedback import attach_residuals
@@ -382,7 +383,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
         if axis is not None and axis.size > 1:
             agreement.member.count(axis, unit.entries.class_name)
             break
-    model = Model(unit, resources, settings, agreement)
+    model = Model(unit, resources, settings, agreement, coalescer_for(most=settings.join_units_below))
     model.setup.introduce = introduce
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))

@@ -1,21 +1,30 @@
-"""Small units whose collectives are coalesced. [Note: coalescing]"""
+"""Small units whose collectives are coalesced.
+
+[Note: coalescing] A collective takes about the same time of the host for any size, so consecutive small units in the
+agreed order are gathered, and reduced, as one. A number of bytes decides which units are small, and bounds the total
+of a group: its staging buffer, and the memory that is allocated ahead of its use. Order and sizes are equal on all
+ranks, and so are the groups.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..base.overrides import Override
 from ..comm.tensor_groups import TensorGroup
+from ..device.streams import DONE, PendingWork, Stream
 from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction, ReductionInput
-from ..flat.sources import CoalescedSource, UnshardSource
-from ..flat.views import SHOWS_NOTHING
-from ..schedule.issue_order import coalesce
-from .unit import Unit
+from ..flat.sources import UnshardedParam, UnshardSource
+from ..runtime.unit import Unit
+from ..runtime.unit_collectives import Apart, inputs_of
+
+U = TypeVar("U")
 
 REMEMBERED = 64  # cached sequences of units
 
@@ -24,16 +33,23 @@ _apart = Override(False)
 apart = functools.partial(_apart.being, True)
 
 
-class Coalescer:
-    """The groups of units of a model that share their collectives, and these collectives.
+class CoalescedSource(UnshardSource):
+    """The shards of several handles, gathered by one collective over the shard axis. The caller issues it, and sets the
+    pending work of the handles."""
 
-    Attributes:
-        small: the bytes of units that can be in a group.
-    """
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
+        return DONE
+
+
+class Coalescer(Apart):
+    """The groups of units of a model that share their collectives, and these collectives."""
 
     def __init__(self, *, most: int) -> None:
-        """`most`: the maximum bytes of unsharded parameters in a group of units; 0 for no groups."""
-        self._most = 0 if _apart.value else most
+        """`most`: the maximum bytes of unsharded parameters in a group of units."""
+        self._most = most
         self.small: dict[Unit, int] = {}
         self._groups: dict[tuple[str, tuple[Unit, ...]], tuple[tuple[Unit, ...], ...]] = {}  # a cache
 
@@ -130,46 +146,52 @@ class Coalescer:
                 resources.limiter.record_upload()
         return found
 
-    def reduce(self, units: Sequence[Unit]) -> Sequence[Reduction]:
-        """Issue the reductions of a group of `units`. Collective over the shard axis."""
-        first, together = units[0], len(units) > 1
-        streams, reducers = first.resources.streams, first.resolved.reducers
+    def reduce_coalesced(self, units: Sequence[Unit]) -> Sequence[Reduction]:
+        """Issue the reductions of a group of several `units`. Collective over the shard axis."""
+        first = units[0]
+        streams, reducers = first.resources.streams, first.resolved.reducers[first.handles[0]]
         by_dtype: dict[torch.dtype, list[ReductionInput]] = {}
-        issued: list[Reduction] = []
         for unit in units:
-            for part in _inputs_of(unit):
-                if together:
-                    by_dtype.setdefault(part.handle.precision.reduce, []).append(part)
-                else:
-                    issued.append(Reduction([part], *reducers[part.handle], streams.reduce, streams.replicate))
-        for parts in by_dtype.values():
-            both = reducers[first.handles[0]]
-            issued.append(Reduction(parts, *both, streams.reduce, streams.replicate, coalesced=True))
-        return issued
+            for part in inputs_of(unit):
+                by_dtype.setdefault(part.handle.precision.reduce, []).append(part)
+        return [
+            Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
+            for parts in by_dtype.values()
+        ]
 
 
-def _inputs_of(unit: Unit) -> list[ReductionInput]:
-    """The inputs of a reduction of `unit`: the gradients of all kinds that take part."""
-    for grads in unit.grads:
-        slots = grads.slots
-        # Gradients lie in the parameters' memory, or need memory that is free once the parameters are gone.
-        if (slots.shares and grads.occupies_params) or (slots.late and grads.outlive_params):
-            were_late = slots.late
-            unit.reshard(SHOWS_NOTHING, unreached=True)
-            if were_late and unit.options.backward_prefetch is not None:
-                # Memory is free once the device has passed this unit: before the next gather, unless that is not ahead.
-                unit.resources.limiter.make_room(None, ahead=True)
-            break
-    unit.resources.events.append(("reduce", unit.place.name, unit.phase._value_))
-    completes, hook = unit.resolved.completes, unit.options.all_reduce_hook
-    made = []
-    for grads in unit.grads:  # a comprehension is a call
-        if grads.expected or grads.participates:
-            made.append(grads.start_reduction(completes=grads.handle in completes, hook=hook))
-    return made
+def coalescer_for(*, most: int) -> Apart:
+    """The groups of units of a new model; `most`: as for `Coalescer`, or 0 for units that are all apart."""
+    return Coalescer(most=most) if most and not _apart.value else Apart()
 
 
 def _unsharded_bytes(handle: FlatParamHandle) -> int:
     # In evaluation a unit may compute in the master dtype.
     itemsize = max(handle.precision.compute.itemsize, handle.precision.master.itemsize)
     return handle.layout.padded_numel * itemsize
+
+
+def coalesce(
+    sequence: Iterable[U], key: Callable[[U], tuple[int, object] | None], *, most: int
+) -> Iterator[tuple[U, ...]]:
+    """Split `sequence` into groups of units that share their collectives; reads one unit beyond the end of a group.
+
+    Args:
+        sequence: units in the order of their collectives.
+        key: (the bytes of a unit, a value that must be equal in its group); None for a unit that stays alone.
+        most: the most bytes of a group.
+    """
+    group: list[U] = []
+    common: object = None
+    room = 0
+    for unit in sequence:
+        size, mine = key(unit) or (most, object())
+        if group and (size > room or mine != common):
+            yield tuple(group)
+            group = []
+        if not group:
+            common, room = mine, most
+        group.append(unit)
+        room -= size
+    if group:
+        yield tuple(group)
