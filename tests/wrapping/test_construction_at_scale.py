@@ -87,7 +87,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_sec
         inspect.begin(made[0])
 
     with fake_world(1024, rank=512):
-        assert calls_of(wrap) < 355_000  # two objects for each parameter, the shard and the leaf, and a hook
+        assert calls_of(wrap) < 357_000  # two objects for each parameter, the shard and the leaf, and a hook
         (wrapped,) = made
         layouts = [each.layout for each in inspect.flat_params(wrapped)]
         assert sum(spec.numel for layout in layouts for spec in layout.params) == 70_553_706_496
