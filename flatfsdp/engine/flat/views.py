@@ -222,7 +222,7 @@ class ParamViews:
                 if list(map(fact, leaves)) != list(map(fact, views)):
                     return True
         displaced = handle.face.displaced() if self.left is not Left.SET_ASIDE else None
-        return bool(displaced and self._own(displaced))
+        return bool(displaced and self.displaced)
 
     @property
     def replaced(self) -> list[str]:
@@ -231,17 +231,17 @@ class ParamViews:
         with as_plain_tensors():
             found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in _FACTS)}
         if self.left is not Left.SET_ASIDE:  # else they are found at rest
-            found |= self._own(self.handle.face.displaced())
+            found |= self.displaced
         return [spec.name for i, spec in enumerate(self.handle.layout.params) if i in found]
 
     @property
-    def has_replacements(self) -> bool:
-        """Whether users have replaced objects that modules hold while leaves are unsharded."""
-        return bool(self._own(self.handle.face.displaced()))
-
-    def _own(self, displaced: set[int]) -> set[int]:
-        """Those of the leaves that modules should hold themselves. In place of others they hold tensors made from them,
-        and packed ones may get another parameter around their bytes."""
+    def displaced(self) -> set[int]:
+        """The leaves in whose places users have put other objects while leaves are unsharded: of those that modules
+        should hold themselves. In place of others they hold tensors made from them, and packed ones may get another
+        parameter around their bytes."""
+        displaced = self.handle.face.displaced()
+        if not displaced:
+            return displaced
         made = {id(each.leaf) for each in self.extended}
         return {i for i in displaced if not (self.handle.options.packed or id(self.handle.leaves[i]) in made)}
 
@@ -517,8 +517,7 @@ def check_exposed(views: ParamViews) -> None:
 def check_places(views: ParamViews) -> None:
     """Refuse another forward, before the backward, where a user has given a module another parameter instead of a
     holder: its value is taken at rest, and until then its gradient would be lost."""
-    face = views.handle.face
-    if displaced := face.displaced():
+    if displaced := views.displaced:
         _refuse_writes(views, "between forward and backward", displaced)
 
 

@@ -180,5 +180,5 @@ def retire_request(unit: Unit, *, written: bool) -> None:
             for views in shown:
                 check_requested(views)
         finally:
-            if written or stale or any([views.has_replacements for views in shown]):
+            if written or stale or any([views.displaced for views in shown]):
                 unit.reshard(SHOWS_SHARD)
