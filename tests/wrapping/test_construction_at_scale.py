@@ -69,7 +69,8 @@ def leave_undefined(module: nn.Module) -> None:
 def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_second() -> None:
     """Counted in calls, of which a slow machine makes two million in a second; the rest is the pages of the shard.
 
-    torch 2.14 makes 300,525 of them, and torch 2.13 somewhat fewer."""
+    torch 2.13 makes 362,423 of them: 6,660 are the walk over all modules of a guard that is attached at lazy init
+    (fast paths), and others the two objects for each parameter, the shard and the leaf, with a hook."""
     with torch.device("meta"):
         model = Decoder().bfloat16()
     made: list[FullyShardedDataParallel] = []
@@ -87,7 +88,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_sec
         inspect.begin(made[0])
 
     with fake_world(1024, rank=512):
-        assert calls_of(wrap) < 357_000  # two objects for each parameter, the shard and the leaf, and a hook
+        assert calls_of(wrap) < 370_000
         (wrapped,) = made
         layouts = [each.layout for each in inspect.flat_params(wrapped)]
         assert sum(spec.numel for layout in layouts for spec in layout.params) == 70_553_706_496
