@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from flatfsdp.engine.agreement import op_sequence
-from flatfsdp.engine.agreement.op_sequence import OpSequence
+from flatfsdp.engine.agreement.op_sequence import OpLog, OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
-from flatfsdp.engine.agreement.turns import Turns
+from flatfsdp.engine.agreement.turns import GroupMember, _GroupModels
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.watchdog.store import StoreClient
@@ -45,15 +45,18 @@ def ranks() -> Any:
 
     def waiting(rank: int) -> Any:
         for alarm in alarms:
-            found[1 - rank].consider(alarm)
+            found[1 - rank].log.consider(alarm)
         return nullcontext()
 
     for rank in RANKS:
         peers = RankExchange()
-        watch: Any = SimpleNamespace(store=store, waiting=lambda *args, rank=rank, **how: waiting(rank))
+        watch: Any = SimpleNamespace(
+            store=store, waiting=lambda *args, rank=rank, **how: waiting(rank), add=Mock(), follow=Mock()
+        )
         peers.rank, peers.ranks, peers.scope, peers.watch = rank, RANKS, "model", watch
         peers.exchange = lambda code, *more: {rank: [code, 0] for rank in RANKS}  # type: ignore[method-assign]
         sequence = Rank(peers)
+        sequence.begin(OpLog.of(peers), "")
         sequence.start("a backward")
         sequence.next(Op(1, "began a backward"))
         found.append(sequence)
@@ -86,13 +89,13 @@ def test_a_rank_that_ends_a_backward_has_not_gone_on_after_one_that_left_the_loo
         if reduces:
             each.end_backward(Op(3, "issued"), 0)
         else:
-            each.meetings.meet = lambda *args: None  # type: ignore[method-assign]
+            each.log.meet = lambda *args: None  # type: ignore[method-assign]
             each.show(Op(3, "gathered"), issued=each.issued)
-            del each.meetings.meet
+            del each.log.meet
     late, early = ranks
     for each in early, late:
         if each is late:
-            late.consider(json.dumps(["model", early.position, early.issued]))
+            late.log.consider(json.dumps(["model", early.position, early.issued, 0]))
         each.rest()
         each.start("the loop")
         each.publish_abandoned(ValueError("enough"))
@@ -107,16 +110,21 @@ def test_models_over_two_groups_meet_in_each_of_them() -> None:
     watch: Any = SimpleNamespace(
         store=store, waiting=lambda *args, **how: nullcontext(), add=Mock(), follow=Mock(), progress_with_living=dict
     )
-    turns = {}
+    models = {}
     for rank in range(4):
-        model = RankExchange()
-        model.rank, model.ranks, model.scope, model.watch = rank, tuple(range(4)), "model", watch
+        peers = RankExchange()
+        peers.rank, peers.ranks, peers.scope, peers.watch = rank, tuple(range(4)), "model", watch
         axis: Any = SimpleNamespace(ranks=(0, 1) if rank < 2 else (2, 3))
-        turns[rank] = Turns(axis, model, [])
+        models[rank] = Rank(peers)
+        group = _GroupModels()
+        group.members.add(member := GroupMember(models[rank]))
+        group.take_turns(axis, member.sequence)
     with patch.object(op_sequence, "PATIENCE", 0.5):
-        turns[2].meetings.announce(0, Op(1, "began a forward"))
+        turns = models[2].turns
+        assert turns is not None
+        turns.announce(0, Op(1, "began a forward"), models[2], number=0)
         with pytest.raises(AgreementError, match="rank 0 began a forward; rank 1 has not reached this point"):
-            turns[0].take(Op(1, "began a forward"))
+            models[0].take_turn(Op(1, "began a forward"))
 
 
 def test_nobody_is_asked_with_fake_process_groups() -> None:

@@ -603,7 +603,7 @@ def is_busy(model: Any) -> bool:
 
 def meetings(model: Any) -> int:
     """The number of places where this rank left a note about an unexpected event."""
-    return len(_model(model).agreement.sequence.meetings.places)
+    return len(_model(model).agreement.sequence.log.places)
 
 
 def note(model: Any, key: str) -> str | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 from flatfsdp.engine.agreement.agreement import Agreement
-from flatfsdp.engine.agreement.op_sequence import Meetings, OpSequence
+from flatfsdp.engine.agreement.op_sequence import OpLog, OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
 from flatfsdp.engine.agreement.unused_params import UnusedParams, answer
@@ -32,12 +33,14 @@ class Trace:
 
     Attributes:
         counts: of collectives, by communicator. operations: in order, those of `simulated_waits`.
+        did: the place and the code of the last op.
     """
 
     def __init__(self) -> None:
         self.operations: Stream = []
         self.counts = {GATHERS: 0, REDUCTIONS: 0, BITMAPS: 0}
         self.comm_stats = CommStats()
+        self.did = 0, 0
 
     def append(self, kind: str, what: Any = None) -> None:
         self.operations.append((kind, what))
@@ -81,20 +84,34 @@ class Store:
         return 0
 
 
-class _Meetings(Meetings):
-    """Those of a rank that finds that all others do the same."""
+class _Log(OpLog):
+    """That of a rank that finds that all others do the same."""
 
-    def __init__(self, peers: RankExchange, trace: Trace) -> None:
-        super().__init__(peers)
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(SCOPE)
         self._trace = trace
         self._announced: tuple[int, int, int | None] = 0, 0, None
+        self.entries = _Entries(trace)
 
-    def announce(self, at: int, op: Op, *, issued: int | None = None) -> None:
+    def announce(self, at: int, op: Op, model: OpSequence, *, number: int, issued: int | None = None) -> None:
         self._announced = at, op.code, issued
         self._trace.append("announce", (at, op.code))
 
-    def meet(self, at: int, step: int) -> None:
+    def meet(self, at: int, model: OpSequence) -> None:
         self._trace.append("meet", self._announced)
+
+
+class _Entries(deque[tuple[int, Op, int, int]]):
+    """What was done, which the trace gets."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def append(self, entry: tuple[int, Op, int, int], /) -> None:
+        at, op, _, _ = entry
+        self._trace.did = at, op.code
+        self._trace.append("did", self._trace.did)
 
 
 class _Sequence(OpSequence):
@@ -102,31 +119,13 @@ class _Sequence(OpSequence):
 
     def __init__(self, peers: RankExchange, trace: Trace) -> None:
         super().__init__(peers)
-        self.meetings = _Meetings(peers, trace)
-        self.unused = _Unused(peers, trace)
         self._trace = trace
+        self.unused = _Unused(peers, trace)
+        self.begin(_Log(trace), "")
 
     def start(self, part: str) -> None:
         super().start(part)
         self._trace.append("part")
-
-    def next(self, op: Op, **how: Any) -> None:
-        super().next(op, **how)
-        self._did(op)
-
-    def show(self, op: Op, **how: Any) -> None:
-        super().show(op, **how)
-        self._did(op)
-
-    def end_backward(self, op: Op, lacking: int) -> int:
-        self.unused.end = functools.cache(lambda: self._did(op))
-        absent = super().end_backward(op, lacking)
-        self.unused.end()
-        return absent
-
-    def _did(self, op: Op) -> None:
-        self.unused.did(self.position - 1, op.code)
-        self._trace.append("did", (self.position - 1, op.code))
 
 
 class _Unused(UnusedParams):
@@ -134,38 +133,30 @@ class _Unused(UnusedParams):
 
     Attributes:
         bits: what this rank lacked in backwards with a bitmap, by their last places.
-        end: the backward has come to its end.
     """
 
     def __init__(self, peers: RankExchange, trace: Trace) -> None:
         super().__init__(peers)
         self.bits: dict[int, int] = {}
-        self.end: Callable[[], None] = lambda: None
         self._trace = trace
-        self._did: tuple[int, int] = 0, 0
-
-    def did(self, at: int, code: int) -> None:
-        """The last op, at this place."""
-        self._did = at, code
 
     def lacked_by_all(self, lacking: int) -> int:
-        self.end()
-        self.bits[self._did[0]] = lacking
-        number = self._trace.issue(BITMAPS, self._did[0])
+        at, _ = self._trace.did
+        self.bits[at] = lacking
+        number = self._trace.issue(BITMAPS, at)
         if lacking:
             self._trace.append("await", (BITMAPS, number))
         return 0
 
     def found(self, bits: Sequence[dict[int, int]]) -> int:
         """What all ranks lacked in the last backward. `bits`: those of all ranks."""
-        at = self._did[0]
+        at, _ = self._trace.did
         if at in self.bits:
             return functools.reduce(operator.and_, (each.get(at, 0) for each in bits))
         return functools.reduce(operator.and_, (lacks for lacks, _ in self._answers(at).values()))
 
     def ask(self, at: int, lacking: int) -> int:
-        self.end()
-        self._trace.append("meet", (*self._did, None))  # others are past this place, or ask themselves
+        self._trace.append("meet", (*self._trace.did, None))  # others are past this place, or ask themselves
         answer(self._peers.store, SCOPE, at, self._peers.rank, lacking, self._looks_from)
         self.asked.append(at)
         return 0
@@ -195,7 +186,6 @@ class SimulatedAgreement(Agreement):
         entries = [UnitEntry(unit, range(i * parameters, (i + 1) * parameters)) for i, unit in enumerate(units)]
         stats = self.trace.comm_stats
         self.connect(axes, entries, tuple, gathers=(), sharded=True, comm_stats=stats, events=EventLog())
-        self.sequence.connect()
 
     def check_backward(self, *plan: Any, **how: Any) -> None:
         self.trace.append("backward")

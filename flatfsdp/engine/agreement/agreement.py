@@ -74,7 +74,7 @@ class Agreement(Peers):
         self.peers.spread_over(axes)
         self.peers.gathers = gathers
         self._sharded = sharded
-        self._names = self.sequence.meetings.names = ModelNames(units, names)
+        self._names = self.sequence.names = ModelNames(units, names)
         self.unused.count = units[-1].parameters.stop
         self.sequence.follow(comm_stats, events)
         self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, units))
@@ -98,9 +98,9 @@ class Agreement(Peers):
             return
         peers.know(list(answers))
         self.scope = peers.scope
-        self.sequence.connect()
         refuse_differences(peers, described, answers)
-        self.member.begin(peers, {rank: Position(*numbers) for rank, (_, _, *numbers) in answers.items()})
+        self.member.begin({rank: Position(*numbers) for rank, (_, _, *numbers) in answers.items()})
+        self.issued = self.sequence.log.issued
         if values is not None:
             self.initial_values.compare(peers, own, {rank: extra for rank, (_, extra, *_) in answers.items()})
 
@@ -139,7 +139,7 @@ class Agreement(Peers):
         self._kind = self._opening = TRAINING if training else EVALUATION
         if training or self._sharded:
             self._autocast = autocast_on(device_type)
-            self._flags = self.sequence.meetings.required = trained() if training else ()
+            self._flags = self.sequence.required = trained() if training else ()
         self.sequence.meet_abandoned()
         if self._sharded:
             self.sequence.start("the beginning of a forward")
@@ -157,7 +157,7 @@ class Agreement(Peers):
             label = self._names.units[unit].label
             opening = ops.opening(self._opening, op.code, label, schedule, self._conditions(), self._flags)
             self._opening = None
-            if self.member.turns is not None:  # saves a call
+            if self.sequence.turns is not None:
                 self.member.take("began a forward")
             self.sequence.start(self._forwards[unit])
             self.sequence.next(opening, unit=op.code, opens=True)
@@ -212,10 +212,10 @@ class Agreement(Peers):
         self.sequence.busy = True
         self.sequence.meet_abandoned()
         self.sequence.start("a backward")
-        if self.member.turns is not None:
+        if self.sequence.turns is not None:
             self.member.take("began a backward")
             if not self.issued.carried:  # else the end of the window compares what began before there were others
-                self.issued = self.member.turns.collectives
+                self.issued = self.sequence.turns.issued
         try:
             self.unused.begin(self.sequence.position)
         except RuntimeError as error:
@@ -292,7 +292,7 @@ class Agreement(Peers):
             if error is None:
                 self.sequence.meet_abandoned()
                 self.sequence.next(Op(hash63(f"left {loop}"), f"left {loop}"))
-            elif self.sequence.abandoned is None:
+            elif self.sequence.log.abandoned is None:
                 self.publish_abandoned(error)
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import few, ranks_by_value, ranks_in_words
+from ...errors import by_ranks, few, ranks_by_value, ranks_in_words
 from ..base.peers import STAYED, UnitEntry
 from ..watchdog.status_report import ALIKE, SKIPPED, UNEVEN
 from .ops import (
@@ -37,6 +37,12 @@ _STAYED = (
 )
 
 
+IN_ORDER = (
+    "All ranks must run their models in the same order: otherwise the collectives of different models are matched "
+    "with each other, which mixes up the values of models with the same structure"
+)
+
+
 @dataclass(frozen=True)
 class ModelNames:
     """The units of a model and the names of its parameters (computed when needed), for messages."""
@@ -47,6 +53,10 @@ class ModelNames:
 
 def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     """The message: the ops of all ranks in this step, and a remedy."""
+    if len({op.model for op in ops.values()} - {""}) > 1:
+        each = {rank: op for ranks, op in ops.items() for rank in ranks}
+        reported = by_ranks({rank: f"{op.words}{op.model and f' of {op.model}'}" for rank, op in sorted(each.items())})
+        return f"ranks run their models in different orders: {reported}. {IN_ORDER}"
     alike = {op.words for op in ops.values()}
     if len(alike) == 1:
         reported = f"ranks diverged at step {max(1, step)}, in which all {alike.pop()}"

@@ -52,6 +52,7 @@ class Op(NamedTuple):
     Sets of parameters have one bit for each, as a number in base 16. `ran`, `trained`: of a backward, the parameters of
     units that ran in its forwards, and those whose gradients it is to compute; of a training forward, all parameters,
     and those that require gradients. `conditions`: of a forward or a backward. [Note: conditions]
+    `model`: in a note, the model's name, if ranks have several.
     `unreached`: of a backward, the parameters of units that ran and whose outputs needed no gradient; in a note only
     those among them that required one themselves.
     """
@@ -62,15 +63,13 @@ class Op(NamedTuple):
     trained: str = ""
     conditions: StepConditions = StepConditions()
     unreached: str = ""
+    model: str = ""
 
-    def to_text(self, required: Sequence[bool] = ()) -> str:
-        """The text of a note for other ranks. `required`: whether each parameter required a gradient in the forward."""
-        if self.unreached:
-            return self._replace(unreached=f"{int(self.unreached, 16) & bits_of(required):x}")._as_text()
-        return self._as_text()
-
-    def _as_text(self) -> str:
-        return json.dumps(self[1:])
+    def to_text(self, required: Sequence[bool] = (), model: str = "") -> str:
+        """The text of a note for other ranks. `required`: whether each parameter required a gradient in the forward.
+        `model`: its name, if there are several."""
+        unreached = f"{int(self.unreached, 16) & bits_of(required):x}" if self.unreached else ""
+        return json.dumps(self._replace(unreached=unreached, model=model)[1:])
 
     @classmethod
     def of(cls, text: str) -> Op:
@@ -82,17 +81,18 @@ class Op(NamedTuple):
                 str(trained),
                 [bool(stepped), bool(loaded), str(autocast)],
                 str(unreached),
+                str(model),
             ] if set(ran + trained + unreached) <= set(string.hexdigits):
-                return cls(-1, words, ran, trained, StepConditions(stepped, loaded, autocast), unreached)
+                return cls(-1, words, ran, trained, StepConditions(stepped, loaded, autocast), unreached, model)
         return cls(-1, one_line(text))
 
 
 class LoggedOp(NamedTuple):
-    """An op, its place in the sequence, and the number of iterations that began before it."""
+    """An op, its place in the log, and the number of its model there."""
 
     at: int
     op: Op
-    step: int
+    number: int
 
 
 UNFORESEEN = Op(

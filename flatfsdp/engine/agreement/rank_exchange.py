@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -38,7 +38,6 @@ class RankExchange:
         axes: the axes of exchanges, used one after the other; none if this rank is alone.
         gathers: the transports of gathers, which may have process groups of their own.
         parted: the fact that ranks have issued different collectives before the model runs; empty otherwise.
-        beside: those of other models that run in turns with this one, and fail with it.
         rank, ranks: this rank, and all global ranks of the model, once they have answered.
         scope: the name of this model in the store, the same on all its ranks; "" if there is no other rank.
         watch: the watchdog; None if there is no other rank.
@@ -50,7 +49,6 @@ class RankExchange:
         self.axes: Sequence[Transport] = ()
         self.gathers: Sequence[Transport] = ()
         self.parted: Sequence[Fact] = ()
-        self.beside: Collection[RankExchange] = ()
         self.rank = 0
         self.ranks: tuple[int, ...] = ()
         self.scope = ""
@@ -106,9 +104,10 @@ class RankExchange:
         answers = self.exchange(code, extra, *more) if self.axes else None
         return {self.rank: [code, extra, *more]} if answers is None else answers
 
-    def publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
-        """The texts of ranks whose codes differ, by groups of ranks with equal codes. Called on all ranks."""
-        notes, place = self.store, f"{self.scope}/x{self._exchanges}"
+    def publish(self, text: str, codes: dict[int, int], *, place: str = "") -> dict[tuple[int, ...], str]:
+        """The texts of ranks whose codes differ, by groups of ranks with equal codes. Called on all ranks. `place`: the
+        name of the exchange, if it is not one of this model alone."""
+        notes, place = self.store, f"{place or self.scope}/x{self._exchanges if not place else ''}"
         notes.post(f"{place}/{self.rank}", text)
         texts: dict[tuple[int, ...], str] = {}
         for ranks in ranks_by_value(dict(sorted(codes.items()))).values():
@@ -122,16 +121,9 @@ class RankExchange:
 
     def fail_with(self, error: AgreementError) -> NoReturn:
         """Set the verdict to `error`, which describes the divergence: raise it now, and in every later step."""
-        self.decide(error)
+        self.verdict = error
         self.was_raised = True
         fail(error)
-
-    def decide(self, error: AgreementError) -> None:
-        """Set the verdict to `error`, also for models that run in turns with this one: its collectives, of which ranks
-        may have issued different ones, are matched with theirs."""
-        self.verdict = error
-        for each in list(self.beside):
-            each.verdict = each.verdict or error
 
     def raise_verdict(self, cause: BaseException | None = None) -> None:
         """Raise the verdict if there is one."""
@@ -143,5 +135,5 @@ class RankExchange:
         """Set the verdict to `error` if this model needs one of `ranks` (None: any other); returns whether it does."""
         concerned = ranks is None or not set(ranks).isdisjoint(self.ranks)
         if concerned and self.verdict is None:
-            self.decide(error)
+            self.verdict = error
         return concerned

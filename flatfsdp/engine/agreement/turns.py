@@ -1,36 +1,33 @@
-"""The order in which the models over one process group run, which must be the same on all ranks.
+"""The models over one process group, which must run in the same order on all ranks.
 
 [Note: several models] A communicator matches collectives by their order. If ranks call two models of one structure in
-different orders, gathers and reductions of one model meet those of the other, with equal sizes, and the sequence of
-each model is as expected. So models over one process group have a sequence in common, of the beginnings of their
-forwards and backwards, and of their collective calls. There, ranks meet only in the store, because models may
-communicate over different axes; a turn that is predicted costs nothing but the prediction. A sequence begins when a
-model first runs while another one lives on some rank, which is compared in the same exchange as the models. It replaces
-the earlier one, so nothing is carried over to unrelated models.
+different orders, gathers and reductions of one model meet those of the other, with equal sizes. So models over the same
+axes have one log in common: the op of another model is not expected. A model that first runs joins the log if another
+one of it lives on some rank, which is compared in the same exchange as the models; otherwise it begins a new log, so
+nothing is carried over to unrelated models.
 
-In messages and codes a model is known by the order of first forwards. That this is the same on all ranks is checked by
-the number of a model among all that were constructed over the group, if ranks have constructed equally many.
+Models that share a process group and not all of their axes have a log each, since other ranks see only one of them, and
+another one of the ranks of that group in common, of the beginnings of their forwards and backwards, and of their
+collective calls. There, ranks meet only in the store.
+
+In messages a model is known by the order of first forwards. That this is the same on all ranks is checked by the number
+of a model among all that were constructed over the group, if ranks have constructed equally many.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from ...errors import AgreementError, by_ranks
 from ..base.hashing import hash63
-from ..base.peers import Issued
 from ..base.per_group import for_group
 from ..comm.axes import Axis
-from .op_sequence import Meetings, OpSequence
+from .divergence import IN_ORDER
+from .op_sequence import OpLog, OpSequence
 from .ops import Op
-from .rank_exchange import RankExchange
-
-_REMEDY = (
-    "All ranks must run their models in the same order: otherwise the collectives of different models are matched "
-    "with each other, which mixes up the values of models with the same structure"
-)
 
 
 class Position(NamedTuple):
@@ -39,29 +36,30 @@ class Position(NamedTuple):
     Attributes:
         number: among all that this rank has constructed, from 1 on; 0 for none.
         constructed: how many these are.
-        living: the number of models that have run on this rank and live, including this one.
+        others: which other models there are here, that have run and live.
     """
 
     number: int = 0
     constructed: int = 0
-    living: int = 0
+    others: int = 0
+
+
+class Others(enum.IntFlag):
+    """Models that have run on a rank, over one process group."""
+
+    BESIDE = 1  # over the same axes
+    ELSEWHERE = 2  # over other axes as well
+    FAILED = 4  # ranks have diverged with the last one over the same axes
 
 
 class GroupMember:
-    """One model of those over a process group; the first axis of its outermost unit with several ranks.
-
-    Attributes:
-        turns: the sequence that it shares with the others; None while there is no other.
-        peers: its exchange, once it has run.
-    """
+    """One model of those over a process group; the first axis of its outermost unit with several ranks."""
 
     def __init__(self, sequence: OpSequence) -> None:
-        self.turns: Turns | None = None
-        self.peers: RankExchange | None = None
-        self._sequence = sequence
+        self.sequence = sequence
         self._axis: Axis | None = None
         self._number = 0
-        self._ops: dict[str, Op] = {}
+        self._turns: dict[str, Op] = {}
         self._name = ""
 
     def count(self, axis: Axis, class_name: str) -> None:
@@ -76,17 +74,23 @@ class GroupMember:
         if self._axis is None:
             return Position()
         known = _known(self._axis)
-        known.members.add(self)
-        return Position(self._number, known.constructed, len(known.members))
+        log = known.logs.get(self._axes)
+        others = Others.FAILED if log is not None and log.has_failed else Others(0)
+        for each in [member.sequence.log for member in known.members]:
+            if each is log:
+                others |= Others.BESIDE
+            elif not each.has_failed:
+                others |= Others.ELSEWHERE
+        return Position(self._number, known.constructed, others)
 
-    def begin(self, peers: RankExchange, found: Mapping[int, Position]) -> None:
-        """Begin the sequence of all models over the group, if there are several, after ranks have exchanged their
+    def begin(self, found: Mapping[int, Position]) -> None:
+        """Join the log of the models over the same axes, or begin another one, after ranks have exchanged their
         positions.
 
         Raises:
             AgreementError: on every rank of the model: ranks run different models.
         """
-        self.peers = peers
+        peers, axis = self.sequence.peers, self._axis
         numbers = {rank: each.number for rank, each in found.items() if each.number}
         if len({each.constructed for each in found.values()}) == 1 and len(set(numbers.values())) > 1:
             constructed = max(each.constructed for each in found.values())
@@ -96,99 +100,63 @@ class GroupMember:
                     for rank, number in sorted(numbers.items())
                 }
             )
-            peers.fail_with(AgreementError(f"{reported}. {_REMEDY}"))
-        axis = self._axis
+            peers.fail_with(AgreementError(f"{reported}. {IN_ORDER}"))
         if axis is None:
+            self.sequence.begin(OpLog.of(peers), self._name)
             return
-        self._ops.clear()
+        known, others = _known(axis), [each.others for each in found.values()]
         self._name = f"{self._name} (model {peers.scope.rpartition('.')[2]})"
-        if max(found[rank].living for rank in axis.ranks if rank in found) > 1:
-            Turns(axis, peers, list(_known(axis).members))
+        joins = any(each & Others.BESIDE for each in others) and not any(each & Others.FAILED for each in others)
+        log = known.logs[self._axes] if joins else OpLog.of(peers)
+        known.logs[self._axes] = log
+        known.members.add(self)
+        self.sequence.begin(log, self._name)
+        if any(found[rank].others & Others.ELSEWHERE for rank in axis.ranks if rank in found):
+            known.take_turns(axis, self.sequence)
+
+    @property
+    def _axes(self) -> Hashable:
+        return tuple(each.group.ranks for each in self.sequence.peers.axes)
 
     def take(self, what: str) -> None:
-        """Take the next turn, to do `what`. Not collective if it was expected.
+        """Take the next turn, to do `what`, beside models with other axes. Not collective if it was expected.
 
         Raises:
             AgreementError: it is the turn of another model on some rank; on every rank, within seconds.
         """
-        if self.turns is not None:
-            op = self._ops.get(what)
-            if op is None:
-                # Whether ranks do different things with one model is a matter of its own sequence.
-                op = self._ops[what] = Op(hash63(f"turn {self._name}"), f"{what} of {self._name}")
-            self.turns.take(op)
-
-    @property
-    def sequence(self) -> OpSequence:
-        """The model's own sequence."""
-        return self._sequence
-
-
-class Turns(OpSequence):
-    """One rank's side of the sequence that the models over one process group have in common. [Note: several models]"""
-
-    def __init__(self, axis: Axis, first: RankExchange, members: Sequence[GroupMember]) -> None:
-        """`first`: the exchange of the model that has just run first."""
-        peers = RankExchange()
-        peers.rank, peers.ranks = first.rank, tuple(sorted(axis.ranks))
-        # Other ranks of the model may have a group of their own, as the other replicas of HYBRID_SHARD.
-        peers.scope, peers.watch = f"{first.scope}.turns of {peers.ranks[0]}", first.watch
-        super().__init__(peers)
-        self.meetings = _TurnMeetings(peers)
-        self.collectives = Issued()  # of the models
-        self._models = weakref.WeakSet(each.sequence for each in members)
-        beside = weakref.WeakSet(each.peers for each in members if each.peers is not None)
-        for each in members:
-            each.turns = self
-        for one in beside:
-            one.beside = beside
-        self.connect()
-
-    def take(self, op: Op) -> None:
-        """Do `op` next."""
-        self._peers.raise_verdict()
-        try:
-            if self._predictor.expected() != op.code:
-                self.meetings.announce(self.position, op)
-                self.meetings.meet(self.position, self.progress.steps)
-            self._follow(op)
-        except AgreementError as error:
-            self.fail(error, None)
-            raise
-
-    def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
-        concerned = super().fail(error, ranks)
-        if concerned:
-            for each in list(self._models):
-                each.fail(error, None)
-        return concerned
-
-    @property
-    def may_wait(self) -> bool:
-        return any(each.busy for each in list(self._models))
-
-    @property
-    def doing(self) -> tuple[str, float]:
-        return max((each.doing for each in list(self._models)), key=lambda found: found[1], default=super().doing)
-
-    @property
-    def last_step(self) -> str:
-        models = sorted(self._models, key=lambda each: each.doing[1])
-        return models[-1].last_step if models else ""
-
-
-class _TurnMeetings(Meetings):
-    def _words(self, texts: dict[tuple[int, ...], str], step: int) -> str:
-        reported = by_ranks({rank: Op.of(text).words for ranks, text in sorted(texts.items()) for rank in ranks})
-        return f"ranks run their models in different orders: {reported}. {_REMEDY}"
+        if self.sequence.turns is None:
+            return
+        op = self._turns.get(what)
+        if op is None:
+            # Whether ranks do different things with one model is a matter of its own log.
+            op = self._turns[what] = Op(hash63(f"turn {self._name}"), what, model=self._name)
+        self.sequence.take_turn(op)
 
 
 class _GroupModels:
-    """The models over one process group."""
+    """The models over one process group.
+
+    Attributes:
+        constructed: how many there were. members: those that have run, and live.
+        logs: by the ranks of the axes of models.
+    """
 
     def __init__(self) -> None:
         self.constructed = 0
         self.members: weakref.WeakSet[GroupMember] = weakref.WeakSet()
+        self.logs: dict[Hashable, OpLog] = {}
+
+    def take_turns(self, axis: Axis, newest: OpSequence) -> None:
+        """Let all models take turns from now on, of which the `newest` one has just run first."""
+        peers = newest.peers
+        ranks = tuple(sorted(axis.ranks))
+        # Other ranks of the model may have a group of their own, as the other replicas of HYBRID_SHARD.
+        turns = OpLog(f"{peers.scope}.turns of {ranks[0]}", peers.rank, ranks, peers.store)
+        for each in list(self.members):
+            each.sequence.turns = turns
+            turns.join(each.sequence, "")
+        assert peers.watch is not None
+        peers.watch.add(newest, turns)
 
 
 def _known(axis: Axis) -> _GroupModels:

@@ -64,11 +64,15 @@ MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
 
 
-class PastOps(Protocol):
-    """The last ops of a model, which outlive it."""
+class Log(Protocol):
+    """The last ops of models, which outlives them. [Note: deleted models]"""
+
+    @property
+    def living(self) -> Sequence[Any]:
+        """Its models that exist."""
 
     def consider(self, alarm: str) -> bool:
-        """Answer the alarm of a rank, if it concerns this model, which was deleted."""
+        """Answer the alarm of a rank, if it concerns these models."""
 
     def publish(self) -> None:
         """Write notes for the other ranks: the watch ends."""
@@ -101,7 +105,7 @@ class Watchdog:
         self._polls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
-        self._past: list[tuple[weakref.ref[Any], PastOps]] = []  # of models that live, and of the last ones deleted
+        self._logs: list[Log] = []  # of models that live, and of the last ones deleted
         self._open: list[str] = []  # alarms that models have yet to process
         self._lock = threading.Lock()
         self._wake = Wake()  # [Note: finalizers]
@@ -123,16 +127,15 @@ class Watchdog:
     def _period(self) -> float:
         return self._polls.period
 
-    def add(self, watched: Any, past: PastOps | None = None) -> None:
-        """Watch `watched`, an `OpSequence`; starts the thread if none runs. When it is deleted `past`, which must not
-        reference it, answers other ranks."""
+    def add(self, watched: Any, log: Log | None = None) -> None:
+        """Watch `watched`, an `OpSequence`; starts the thread if none runs. Its `log`, which must not reference it,
+        answers other ranks, also when it was deleted."""
         with self._lock:
             self._local.watched.add(watched)
-            if past is not None:
-                deleted = [each for each in self._past if each[0]() is None]
+            if log is not None and log not in self._logs:
+                deleted = [each for each in self._logs if not each.living]
                 forgotten = deleted[: max(0, len(deleted) - MODELS)]
-                self._past = [each for each in self._past if each not in forgotten]
-                self._past.append((weakref.ref(watched), past))
+                self._logs = [*(each for each in self._logs if each not in forgotten), log]
             self._start()
 
     def follow(self, scope: str, progress: reports.Progress) -> None:
@@ -232,8 +235,8 @@ class Watchdog:
 
     def publish_pasts(self) -> None:
         """Leave what other ranks may still ask when this watch has ended."""
-        for _, past in [*self._past]:
-            past.publish()
+        for log in [*self._logs]:
+            log.publish()
 
     def finish_works(self, *, failed: bool = False) -> None:
         """Wait for those of `outlast`, at the end of the process, while the thread still answers. `failed`: the process
@@ -295,7 +298,7 @@ class Watchdog:
 
     def _wanted(self) -> bool:
         with self._lock:
-            wants = self._past or self._local.watched or self._local.announced or self._blocks.inside
+            wants = self._logs or self._local.watched or self._local.announced or self._blocks.inside
             if wants and not self._closed:
                 return True
             self._thread = None
@@ -325,12 +328,11 @@ class Watchdog:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)] if rank != self._rank:
                     self._blocks.failures.append(BlockFailure(block, rank, words))
-                case [str(), int(), int() | None] | ["unused", str(), int()]:
+                case [str(), int(), int() | None, int()] | ["unused", str(), int()]:
                     self._open.append(alarm or "")
         if self._open:
-            known: list[Any] = [*self._local.watched]
-            known += [past for living, past in [*self._past] if living() is None]
-            self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in known])]
+            logs = [*self._logs]
+            self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in logs])]
         for number in ended:  # after the alarms that preceded the end
             exit_record = reports.ExitRecord.read(self.store, number)
             if exit_record is not None and exit_record.rank != self._rank:
