@@ -346,8 +346,11 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     if reduced and precision.error_feedback:
         numel = sum(residual_numels(handle.layout.shard_numel, unit.axes.of(handle)).values())
         bits += f", residuals of {numel * precision.reduce.itemsize:,} bytes"
-    rows = " in rows" if handle.options.layout == "rows" else ""
-    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{rows}"
+    layout = handle.layout
+    cut = {"flat": "", "rows": " in rows", "planned": " by grains"}[handle.options.layout]
+    if handle.options.plan is not None and len(layout.segments) > 1:
+        cut += f" in {len(layout.segments)} segments"
+    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{cut}"
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:

@@ -13,6 +13,11 @@ consecutive rows of every parameter, as ``torch.chunk`` divides them: the meanin
 a rank owns one interval of each parameter, and parameters are contiguous in the flat space. Between segments there may
 be alignment padding that is in no shard.
 
+[Note: grains] A parameter's *grain* is a number of elements: the parameter may be cut only at its multiples, counted
+from the parameter's start. (A multiple of a row keeps rows whole, all elements the parameter.) With grains, parameters
+are in any order, with padding between them, and in several segments, as `plan` finds them: all of that is an ordinary
+layout, and names do not depend on it.
+
 A `Span` is an interval of one of three spaces, which has to be known from the context: the flat space, one rank's
 shard, or one parameter (flat space minus the span's start; memory order, see `ParamSpec`).
 
@@ -26,7 +31,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -195,6 +200,7 @@ class FlatLayout:
         shard_numel: elements of every rank's shard, including padding.
         align: every span starts at a multiple of this number of elements.
         segments: the segments in order; by default one for all of the space. [Note: pieces]
+        grains: for each parameter its grain; by default one element. [Note: grains]
 
     Creation takes O(parameters), independent of the world; `owned` takes O(log parameters + owned parameters).
 
@@ -213,6 +219,7 @@ class FlatLayout:
     shard_numel: int
     align: int = 1
     segments: tuple[Segment, ...] = ()
+    grains: tuple[int, ...] = ()
 
     @classmethod
     def pack(cls, params: Iterable[ParamSpec], *, world: int, align: int = 1, pad_total: bool = False) -> FlatLayout:
@@ -258,17 +265,33 @@ class FlatLayout:
         params = tuple(params)
         if world == 1 or not params:
             return cls.pack(params, world=world, align=align, pad_total=True)
-        spans: list[Span] = []
-        segments: list[Segment] = []
-        end = 0
-        for index, param in enumerate(params):
-            start = _round_up(end, align)
+        pieces = []
+        for param in params:
             row = param.numel // param.rows if param.rows else 0
-            end = start + _round_up(param.rows, world) * row
-            spans.append(Span(start, start + param.numel))
-            segments.append(Segment(Span(start, end), Span(index, index + 1)))
-        shard_numel = sum(segment.span.numel for segment in segments) // world
-        return cls(params, tuple(spans), world, end, shard_numel, align, tuple(segments))
+            pieces.append((_round_up(param.rows, world) // world * row, [(0, param, 1)]))
+        return cls.of_pieces(pieces, world=world, align=align)
+
+    @classmethod
+    def of_pieces(
+        cls, segments: Iterable[tuple[int, Sequence[tuple[int, ParamSpec, int]]]], *, world: int, align: int = 1
+    ) -> FlatLayout:
+        """Place segments one after the other, each given as the elements of a rank's piece, and its parameters in
+        order: (first element in the segment, parameter, grain). Segments start at multiples of ``align`` elements."""
+        params: list[ParamSpec] = []
+        spans: list[Span] = []
+        grains: list[int] = []
+        made: list[Segment] = []
+        end = shard_numel = 0
+        for piece, members in segments:
+            start = _round_up(end, align)
+            for first, param, grain in members:
+                params.append(param)
+                spans.append(Span(start + first, start + first + param.numel))
+                grains.append(grain)
+            end = start + piece * world
+            shard_numel += piece
+            made.append(Segment(Span(start, end), Span(len(params) - len(members), len(params))))
+        return cls(tuple(params), tuple(spans), world, end, shard_numel, align, tuple(made), tuple(grains))
 
     def __post_init__(self) -> None:
         """Verify that the spans fit their parameters and that the shards contain every parameter exactly once."""
@@ -277,6 +300,10 @@ class FlatLayout:
         if not self.segments:
             whole = Segment(Span(0, max(0, self.shard_numel) * self.world), Span(0, len(self.params)))
             object.__setattr__(self, "segments", (whole,))
+        if not self.grains:
+            object.__setattr__(self, "grains", (1,) * len(self.params))
+        if len(self.grains) != len(self.params):
+            raise InternalError(f"there are {len(self.grains)} grains of {len(self.params)} parameters")
         self._prove_segments()
         if not 0 <= self.numel <= self.padded_numel:
             raise InternalError(f"{self.world} shards of {self.shard_numel} elements do not hold {self.numel} elements")
@@ -298,6 +325,7 @@ class FlatLayout:
                 param, span = self.params[index], self.spans[index]
                 if span.start < segment.span.start or span.stop > segment.span.stop:
                     raise InternalError(f"{param.name!r} at {span} lies outside of its segment {segment.span}")
+        self._prove_cuts()
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -319,6 +347,33 @@ class FlatLayout:
             raise InternalError(f"the segments hold {members} of {len(self.params)} parameters")
         if pieces != self.shard_numel:
             raise InternalError(f"pieces of {pieces} elements do not make a shard of {self.shard_numel}")
+
+    def _prove_cuts(self) -> None:
+        """Verify that pieces end at multiples of the grains of the parameters that they cut.
+
+        Cuts of a parameter are a piece apart, so the first one and the distance determine all of them.
+        """
+        for segment in self.segments:
+            start, piece = segment.span.start, segment.span.numel // self.world
+            for index in range(segment.members.start, segment.members.stop):
+                span, grain = self.spans[index], self.grains[index]
+                if grain == 1 or span.start == span.stop:
+                    continue
+                name, numel = self.params[index].name, span.stop - span.start
+                if grain < 1:
+                    raise InternalError(f"{name!r} has a grain of {grain} elements")
+                first = piece - (span.start - start) % piece
+                for cut in (first, first + piece):
+                    if cut < numel and cut % grain:
+                        raise InternalError(
+                            f"{name!r} at {span} is cut {cut} elements after its start by pieces of {piece} elements: "
+                            f"that is no multiple of its grain, {grain}"
+                        )
+
+    @property
+    def padding(self) -> int:
+        """The elements of all shards that are in no parameter."""
+        return self.shard_numel * self.world - sum(span.numel for span in self.spans)
 
     @property
     def padded_numel(self) -> int:
@@ -401,8 +456,9 @@ class FlatLayout:
         yield f"world {self.world} numel {self.numel} shard {self.shard_numel} align {self.align}"
         if len(self.segments) > 1:  # not for one segment: existing files contain digests of such layouts
             yield " ".join(f"{segment.span} of {segment.members}" for segment in self.segments)
-        for param, span in zip(self.params, self.spans, strict=True):
-            yield f"{param.name!r} {param.shape} {param.stride} {span}{'' if param.part is None else f' {param.part}'}"
+        for param, span, grain in zip(self.params, self.spans, self.grains, strict=True):
+            rest = ("" if param.part is None else f" {param.part}") + ("" if grain == 1 else f" grain {grain}")
+            yield f"{param.name!r} {param.shape} {param.stride} {span}{rest}"
 
     def _cut(self, rank: int) -> Iterator[Owned]:
         for segment, piece, place in zip(self.segments, self.pieces(rank), self.pieces_in_shard, strict=True):

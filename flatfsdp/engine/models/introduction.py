@@ -78,12 +78,16 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 if handle in unit.axes.elsewhere
                 else ""
             )
-            for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
+            layout = handle.layout
+            for spec, leaf, grain in zip(layout.params, handle.leaves, layout.grains, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None or spec.part is not None else f" strides {spec.stride}"
                 shape = f"{dtype} {spec.whole.shape}{stride}{kinds.get(id(leaf), '')}, {grad}{over}"
-                facts.append((f"{subject}, parameter {spec.name}", shape, False))
+                cut = "" if grain == 1 else f", cut at multiples of {grain:,} elements"
+                facts.append((f"{subject}, parameter {spec.name}", f"{shape}{cut}", False))
+            if handle.options.plan is not None:
+                facts.append((f"{subject}, places of its parameters", f"by a plan, {layout.digest()}", False))
     return facts
 
 
