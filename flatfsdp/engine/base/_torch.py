@@ -188,11 +188,6 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = geta
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
-def is_tracing() -> bool:
-    """Whether torch.compile is tracing now, and inspects tensors."""
-    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
-
-
 def no_grad() -> AbstractContextManager[Any]:
     """`torch.no_grad()`, without its cost if gradient recording is already off, as in most backwards."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS

@@ -66,9 +66,6 @@ class TransformedLeaf(Protocol):
 
     leaf: nn.Parameter
 
-    def describe(self) -> str:
-        """The facts that ranks compare about it, as the end of a phrase."""
-
     def install(self) -> None:
         """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
 

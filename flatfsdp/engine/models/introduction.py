@@ -18,6 +18,7 @@ from ..comm.axes import extent_of, groups_in_words
 from ..flat.faces import fact_of
 from ..runtime.setup import Setup
 from ..runtime.unit import Unit
+from ..transforms.extensions import transformed_in
 from .spread import axes_of, own_axes
 
 
@@ -72,7 +73,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
             ),
         ]
         for handle, views in zip(unit.handles, unit.views, strict=True):
-            kinds = {id(each.leaf): each.describe() for each in views.extended}
+            kinds = {id(each.leaf): each.describe() for each in transformed_in(views)}
             over = (
                 f", sharded over {extent_of(unit.axes.elsewhere[handle])} ranks"
                 if handle in unit.axes.elsewhere

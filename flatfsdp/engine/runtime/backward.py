@@ -143,7 +143,7 @@ class Backward:
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
         stays_unsharded: units that stay unsharded after their part, and after the backward.
         schedule: decides on gathers and reductions.
-        gathered, reduced: the units whose collectives were issued, in order; the former by index. [Note: issued alike]
+        reduced: the units whose reductions were issued, in order.
         collecting: the graph task in which only the arrival of gradients is to be recorded, if any.
         task: autograd's graph task, inside of which others may run.
         finisher: publishes reduced gradients. [Note: finishers]
