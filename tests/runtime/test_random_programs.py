@@ -282,6 +282,11 @@ class Player:
         self.described = self.describe()
         self.users = [*self.model.parameters()]
         self.drops = random.Random(f"ways to drop gradients {seed}")
+        if self.original and self.front is Wrapper and random.Random(f"hooks of parameters {seed}").random() < 0.3:
+            for parameter in self.users:  # frozen ones have hooks of before
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True).register_hook(lambda grad: grad * 1.0)
+                parameter.requires_grad_(trained)
 
     def describe(self) -> list[Any]:
         """Shape, number of elements, dtype and device that each parameter reports."""
@@ -347,14 +352,14 @@ class Player:
 
     def train(self, *, sync: bool) -> None:
         how = self.drawn.choice(BACKWARDS)
-        if how is with_a_penalty and any(self.alone.recompute):
+        if how in (with_a_penalty, to_be_differentiated) and any(self.alone.recompute):
             how = once  # reentrant checkpoints refuse it
         if how is once and self.queries.random() < 0.2 and not any(self.alone.recompute):
             how = inside_of_a_query
         if how is written_to_in_between:
             how = partial(written_to_in_between, self) if self.writes_in_between_stay else once
         if how is with_an_interlude:
-            interludes = (look, save, show_whole, peek, count, move, hold_nodes)
+            interludes = (look, save, show_whole, peek, count, move, hold_nodes, read_shards)
             interlude = self.drawn.choice(interludes)
             if self.reduced and random.Random(f"drops {self.number}").random() < 0.3:
                 interlude = drop_gradients_in_between
@@ -569,6 +574,17 @@ def with_a_penalty(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     return gradient.detach()
 
 
+def to_be_differentiated(net: nn.Module, x: Tensor, weight: float) -> Tensor:
+    y = net(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+        (_loss(y) * weight).backward(create_graph=True)
+    for parameter in net.parameters():
+        if parameter.grad is not None and parameter.grad.requires_grad:  # in one process, where the graph would live on
+            parameter.grad = parameter.grad.detach()
+    return y.detach()
+
+
 def inside_of_a_query(net: nn.Module, x: Tensor, weight: float) -> Tensor:
     """Gradients of inputs, beside a Function that brings those of parameters."""
     y = net(x.requires_grad_())
@@ -607,6 +623,16 @@ def count(player: Player) -> None:
         player.wrong.append(f"between forward and backward modules list other parameters than the user's: {names}")
 
 
+def read_shards(player: Player) -> None:
+    """Between forward and backward parameters show no shard, except where it is the whole parameter."""
+    if player.front is InPlace or not player.original or player.strategy == "NO_SHARD":
+        return
+    for name, parameter in zip(player.names, player.users, strict=False):
+        with suppress(errors.UsageError), torch.no_grad():
+            parameter.norm()
+            player.wrong.append(f"between forward and backward {name} shows {tuple(parameter.shape)}")
+
+
 def move(player: Player) -> None:
     """To where everything is."""
     player.model.to("cpu").float().cpu()
@@ -621,6 +647,7 @@ BACKWARDS = (
     some_of_a_unit,
     written_to_in_between,
     with_a_penalty,
+    to_be_differentiated,
     with_an_interlude,
     with_an_interlude,
     once,

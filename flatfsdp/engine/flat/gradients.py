@@ -99,11 +99,6 @@ class Gradients:
             )
         )
 
-    def retain_for_double_backward(self) -> None:
-        """Show what was taken away until another backward begins."""
-        taken, self._taken = self._taken or {}, None
-        self.handle.face.give_grads(taken)
-
     def expect_gradients(
         self,
         expected: frozenset[int],

@@ -178,17 +178,19 @@ class ParamViews:
             self.guarded = True
             change_classes(holders, self.classes.hidden)
 
-    def track_writes(self, *, requested: bool = False, in_use: bool = False) -> None:
+    def track_writes(self, *, requested: bool = False, in_use: bool = False, ended: bool = False) -> None:
         """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
         freed, including in-place writes to `.data`, which raise no version.
 
         Modules hold private leaves no longer then, unless a user has `requested` it, or modules of other units compute
-        with them (`in_use`).
+        with them (`in_use`). After a backward that has `ended`, they hold the holders of any face.
         """
         if self.mode is not SHOWS_UNSHARDED:
             return
         face = self.handle.face
-        self.left = face.after_forward(requested=requested, in_use=in_use)
+        if ended:
+            face.rest()
+        self.left = Left.SET_ASIDE if ended else face.after_forward(requested=requested, in_use=in_use)
         if self.handle.unsharded.buffer is None:
             self.is_left_unsharded = True  # in-place writes are kept, replacements are not
         else:

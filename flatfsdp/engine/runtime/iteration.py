@@ -313,13 +313,8 @@ class Iteration:
             if unit not in units:
                 _rollback(unit)  # restores its `.grad`
         rest = self._agreement.resume_forward if self.depth else self._agreement.rest
-        if outcome is Outcome.RETAINED:
-            for unit in units:
-                _retain(unit)
-            rest()
-            self.enter(RETAINED)
-            return
-        if outcome is not Outcome.ENDED:
+        retained = outcome is Outcome.RETAINED
+        if not (retained or outcome is Outcome.ENDED):
             failed = outcome is Outcome.FAILED
             self._drop_gradients() if failed else self._forget_forward()
             for unit in units if failed else self._units:
@@ -332,25 +327,31 @@ class Iteration:
             if failed or self.stage not in LEFT_BEHIND:  # else a backward inside failed, which the next call closes
                 self.enter(FORWARD if self.depth else AWAITING_BACKWARD if self.awaits_backward else IDLE)
             return
-        kept = backward.stays_unsharded if backward is not None else frozenset()
-        self.is_at_rest = not self.depth
-        for unit in units:
-            unit.reset_to_idle(keep_unsharded=unit in kept)
+        if retained:
+            for unit in units:
+                _retain(unit)
+        else:
+            kept = backward.stays_unsharded if backward is not None else frozenset()
+            self.is_at_rest = not self.depth
+            for unit in units:
+                unit.reset_to_idle(keep_unsharded=unit in kept)
         self._resources.streams.await_downloads()
-        finisher = backward.finisher if backward is not None else Finisher()
+        # After one that will be differentiated again holders refuse to be used, so no gradient of theirs is deferred.
+        finisher = Finisher() if retained or backward is None else backward.finisher
         finished = finisher.backward_ended(units)
         self.pending = finisher.pending
         self._resources.limiter.free_all()
-        self.enter(FORWARD if self.depth else IDLE)
+        self.enter(RETAINED if retained else FORWARD if self.depth else IDLE)
         rest()
-        self._resources.events.append(("end", "", UNIT_IDLE.value))
+        if not retained:
+            self._resources.events.append(("end", "", UNIT_IDLE.value))
         if self._accumulators.expects_gradients:
             for unit, complete in finished:
                 run_user_hooks([(unit, complete)])
                 self._accumulators.run(complete)
         else:
             run_user_hooks(finished)
-        if backward is not None:
+        if not (retained or backward is None):
             for observe in self._observers.backward_ended:
                 observe(backward)
 
@@ -427,12 +428,10 @@ def _reshard_unused(unit: Unit) -> None:
 
 
 def _retain(unit: Unit) -> None:
-    """A backward that will be differentiated again has ended: parameters stay unsharded, gradients stay unpublished."""
+    """A backward that will be differentiated again has ended: parameters stay unsharded."""
     unit.phase = UNIT_IDLE
     unit.leaves.listing.show(False)
-    for grads in unit.grads:
-        grads.retain_for_double_backward()
-    unit.track_writes()
+    unit.track_writes(ended=True)
     unit.backward = UnitBackward(keep_unsharded=unit.backward.keep_unsharded)
 
 

@@ -284,10 +284,11 @@ class Unit:
             if views.extended:
                 views.install_extended()
 
-    def track_writes(self, *, requested: bool = False) -> None:
-        """Detect writes of users to the unsharded parameters until the unit computes again: these would be lost."""
+    def track_writes(self, *, requested: bool = False, ended: bool = False) -> None:
+        """Detect writes of users to the unsharded parameters until the unit computes again: these would be lost.
+        `ended`: a backward has."""
         for views in self.views:
-            views.track_writes(requested=requested)
+            views.track_writes(requested=requested, ended=ended)
 
     def reshard(self, mode: ViewMode, *, unreached: bool = False) -> None:
         """Free the unsharded parameters; the leaves show `mode` (still the unsharded parameters if the shard is all of
