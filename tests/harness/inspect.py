@@ -539,6 +539,11 @@ def looks(exchange: Any) -> int:
     return int(exchange._shared.looks)
 
 
+def issued_by_group() -> dict[str, tuple[int, int]]:
+    """The places of all exchanges through shared memory of this process, by the names of their groups."""
+    return {each._name: each.place for each in exchanges._all()}
+
+
 _LOOKS_ALONE = exchanges._LOOKS_ALONE
 
 

@@ -3,13 +3,15 @@
 `run` starts the pool of a world size at its first use and keeps it for the whole test run. A pool whose job failed,
 died or hung is killed, because its ranks may still wait for something; the next job gets a new one. So does the job
 after one that left more than `MANY_GROUPS` process groups behind: each holds sockets and a thread that never rests
-(see `meshes`), and it is unknown which of them the engine keeps for its next model.
+(see `meshes`), and it is unknown which of them the engine keeps for its next model. So does the job after one that
+ended with ranks that have issued different collectives.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import random
@@ -49,6 +51,7 @@ class _Answer:
     result: Any
     error: str | None
     groups: int  # process groups that exist in the worker
+    issued: dict[str, tuple[int, int]]  # the places of those that share memory, the same on all ranks
 
 
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
@@ -69,7 +72,7 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.
     except BaseException:
         discard(world)
         raise
-    if pool.groups > MANY_GROUPS:
+    if pool.groups > MANY_GROUPS or pool.parted:
         discard(world)
     return results
 
@@ -91,6 +94,7 @@ class _Pool:
     def __init__(self, world: int) -> None:
         self.ranks = Ranks(world, _serve)
         self.groups = 1
+        self.parted = False
         try:
             self._collect(STARTUP_TIMEOUT, "starting the pool")
         except BaseException:
@@ -128,6 +132,8 @@ class _Pool:
         if errors or len(answers) < self.ranks.world:
             raise JobFailed(self._story(what, errors, dead, answers, limit), errors)
         self.groups = max(answer.groups for answer in answers.values())
+        places = itertools.chain.from_iterable(answer.issued.items() for answer in answers.values())
+        self.parted = len(set(places)) > len({group for answer in answers.values() for group in answer.issued})
         return [answers[rank].result for rank in range(self.ranks.world)]
 
     def _story(
@@ -162,7 +168,7 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
         inspect.make_small_outboxes()
     # Longer than the limit of any job: the parent reports a hanging job, with stacks, not gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    pipe.send_bytes(dumps(_Answer(None, None, _count_groups())))
+    pipe.send_bytes(dumps(_Answer(None, None, _count_groups(), {})))
     with contextlib.suppress(EOFError):
         while True:
             job = pipe.recv_bytes()
@@ -174,9 +180,9 @@ def _answer(rank: int, world: int, job: bytes) -> bytes:
         with _job_settings():
             folder, fn, args, kwargs = pickle.loads(job)
             os.chdir(folder)
-            return dumps(_Answer(fn(rank, world, *args, **kwargs), None, _count_groups()))
+            return dumps(_Answer(fn(rank, world, *args, **kwargs), None, _count_groups(), inspect.issued_by_group()))
     except Exception:
-        return dumps(_Answer(None, traceback.format_exc(), _count_groups()))
+        return dumps(_Answer(None, traceback.format_exc(), _count_groups(), {}))
 
 
 @contextlib.contextmanager

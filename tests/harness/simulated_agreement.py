@@ -193,7 +193,8 @@ class SimulatedAgreement(Agreement):
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         axes: Any = [SimpleNamespace(group=SimpleNamespace(ranks=peers.ranks, rank=rank))]
         entries = [UnitEntry(unit, range(i * parameters, (i + 1) * parameters)) for i, unit in enumerate(units)]
-        self.connect(axes, entries, tuple, sharded=True, comm_stats=self.trace.comm_stats, events=EventLog())
+        stats = self.trace.comm_stats
+        self.connect(axes, entries, tuple, gathers=(), sharded=True, comm_stats=stats, events=EventLog())
         self.sequence.connect()
 
     def check_backward(self, *plan: Any, **how: Any) -> None:

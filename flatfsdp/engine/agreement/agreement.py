@@ -64,6 +64,7 @@ class Agreement(Peers):
         units: Sequence[UnitEntry],
         names: Callable[[], Iterable[str]],
         *,
+        gathers: Sequence[Transport],
         sharded: bool,
         comm_stats: CommStats,
         events: EventLog,
@@ -71,6 +72,7 @@ class Agreement(Peers):
         """Set the `units` of the model, the `names` of their parameters, and the `axes` that they are distributed over,
         none if this rank is alone. `sharded`: whether any unit is sharded."""
         self.peers.spread_over(axes)
+        self.peers.gathers = gathers
         self._sharded = sharded
         self._names = self.sequence.meetings.names = ModelNames(units, names)
         self.unused.count = units[-1].parameters.stop

@@ -32,8 +32,13 @@ READING = 2.5 * PERIOD  # seconds that ranks have to write their notes, and to r
 _made: Counter[str] = Counter()
 
 
-def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
+_AFTER = " after it has issued "
+
+
+def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") -> bool:
     """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
+
+    `issued`: the collectives before it, in words; returns whether these are the same. [Note: parted streams]
 
     Returns at once for fake process groups, and on threads in the background.
 
@@ -41,16 +46,17 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
         AgreementError: on every rank: some ranks make another call, or the meeting can never complete.
     """
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config(process_group)):
-        return
+        return True
     # A background thread has a group of its own, for calls that all ranks have already met for. If a rank dies, the
     # backend wakes the thread, while its wait in the store would not be watched.
     if not keeps_program():
-        return
+        return True
     watch = current_watch()
     notes = watch.store
     scope = f"{hash63(str(tuple(ranks))):x}"
     _made[scope] += 1
     place = f"call/{scope}/{_made[scope]}"
+    call += issued and f"{_AFTER}{issued}"
     come(notes, place, call, len(ranks))
     before = watch.failure
     verdict = notes.wait(lambda: watch.failure is not before or notes.read(f"{place}/verdict"), PATIENCE)
@@ -62,11 +68,17 @@ def meet(process_group: Any, ranks: Sequence[int], call: str) -> None:
         raise watch.failure
     if verdict != SAME:
         notes.post(f"{place}/note/{dist.get_rank()}", call)
-        reported = by_ranks({rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()})
+        texts = {rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()}
         notes.let_all_read(place, len(ranks), READING)
-        raise AgreementError(f"{reported}. These calls are collective: all ranks must make the same, in the same order")
+        texts = {rank: text.partition(_AFTER)[0] for rank, text in texts.items()}
+        if len({*texts.values()}) == 1:
+            return False
+        raise AgreementError(
+            f"{by_ranks(texts)}. These calls are collective: all ranks must make the same, in the same order"
+        )
     if dist.get_rank() == ranks[0]:  # all ranks are here, so all have left the previous call
         erase(notes, f"call/{scope}/{_made[scope] - 1}")
+    return True
 
 
 # -- a place in the store where ranks meet -----------------------------------------------------------------------------

@@ -1,4 +1,10 @@
-"""The comparison of ranks before a model's first iteration: of its units, and of their initial values."""
+"""The comparison of ranks before a model's first iteration: of its units, and of their initial values.
+
+[Note: parted streams] Chunks in shared memory are matched by their numbers alone. When ranks have diverged, one may
+have issued collectives that others have not: a new model over their group would take one unit's chunks for another's
+without an error. So ranks compare what they have issued before a model first runs. Models that had run fail with the
+one that diverged.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,14 @@ from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..base.peers import Checksums, Fact
 from ..comm.transport import Transport
+from ..cpu.groups import issued_in
 from ..transports.blocking import gather_now
 from ..watchdog.regions import expecting
 from .collective_calls import meet
 from .object_collectives import ranks_over
 from .rank_exchange import NO_ANSWER, RankExchange
+
+ISSUED_BEFORE = "collectives before it"  # the subject of a fact
 
 
 def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
@@ -57,15 +66,21 @@ def exchange_facts(
     with expecting(members, doing or f"compares its model with that of ranks {', '.join(map(str, members))}"):
         # One kind of meeting for comparisons in constructors and at the first forward. [Note: calls]
         for axis in peers.axes:
-            meet(axis.group.process_group, axis.group.ranks, "compares its model")
-        return peers.exchange(_fingerprint(facts), extra, *position)
+            group = axis.group
+            groups = {
+                each.group.process_group: None for each in (axis, *peers.gathers) if each.group.ranks == group.ranks
+            }
+            issued = ", ".join(filter(None, map(issued_in, groups)))
+            if not meet(group.process_group, group.ranks, "compares its model", issued):
+                peers.parted = [(ISSUED_BEFORE, issued, True)]
+        return peers.exchange(_fingerprint([*facts, *peers.parted]), extra, *position)
 
 
 def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, list[int]]) -> None:
     """If ranks differ by their `answers`, raise an AgreementError with the first of the `facts` in which they do."""
     codes = {rank: code for rank, (code, *_) in answers.items()}
     if len(set(codes.values())) > 1:
-        texts = peers.publish(json.dumps(facts), codes)
+        texts = peers.publish(json.dumps([*facts, *peers.parted]), codes)
         peers.fail_with(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
 
@@ -152,6 +167,12 @@ def _first_difference(reported: Mapping[tuple[int, ...], list[Fact]]) -> str:
         f"{ranks_in_words(ranks)}: {value if together else f'{subject} {value}'.strip()}"
         for ranks, (subject, value, _) in zip(reported, rows, strict=True)
     )
+    if subjects & {ISSUED_BEFORE}:
+        return (
+            f"ranks that have diverged before have issued different collectives since, or then: {words}. The next ones "
+            "would be matched with earlier ones of other ranks, and values mixed up. Create the process group again, "
+            "use another one, or restart the program"
+        )
     place = f" in {subjects.pop()}" if together else ""
     return (
         f"ranks construct different models; the first difference is{place}: {words}. Build the same module with the "

@@ -327,11 +327,12 @@ class OpSequence:
             last = "; ".join(map(str, self._events.tail(2)))
             op = Op(hash63(f"other {peers.rank}"), f"{ops.OTHERS}{self.part} (last: {last})")
             self.meetings.announce(self.position, op, issued=self.issued)
-            peers.verdict = self.meetings.judge(self.position, self.progress.steps)
+            peers.decide(self.meetings.judge(self.position, self.progress.steps))
         elif peers.verdict is None and is_lost_connection(error):
             # The note with the reason may arrive later.
             found = peers.watch.explain(error, lambda: peers.verdict)
-            peers.verdict = peers.verdict or found
+            if peers.verdict is None:
+                peers.decide(found)
         peers.raise_verdict(error)
 
     # -- for the watchdog, from its thread ---------------------------------------------------------------------------

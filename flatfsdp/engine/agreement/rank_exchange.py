@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from ...errors import AgreementError, fail, ranks_by_value
 from ..base import _torch
 from ..base.hashing import hash63
+from ..base.peers import Fact
 from ..comm.transport import Transport
 from ..transports.blocking import gather_now
 from ..watchdog.regions import current_watch
@@ -35,6 +36,9 @@ class RankExchange:
 
     Attributes:
         axes: the axes of exchanges, used one after the other; none if this rank is alone.
+        gathers: the transports of gathers, which may have process groups of their own.
+        parted: the fact that ranks have issued different collectives before the model runs; empty otherwise.
+        beside: those of other models that run in turns with this one, and fail with it.
         rank, ranks: this rank, and all global ranks of the model, once they have answered.
         scope: the name of this model in the store, the same on all its ranks; "" if there is no other rank.
         watch: the watchdog; None if there is no other rank.
@@ -44,6 +48,9 @@ class RankExchange:
 
     def __init__(self) -> None:
         self.axes: Sequence[Transport] = ()
+        self.gathers: Sequence[Transport] = ()
+        self.parted: Sequence[Fact] = ()
+        self.beside: Collection[RankExchange] = ()
         self.rank = 0
         self.ranks: tuple[int, ...] = ()
         self.scope = ""
@@ -115,9 +122,16 @@ class RankExchange:
 
     def fail_with(self, error: AgreementError) -> NoReturn:
         """Set the verdict to `error`, which describes the divergence: raise it now, and in every later step."""
-        self.verdict = error
+        self.decide(error)
         self.was_raised = True
         fail(error)
+
+    def decide(self, error: AgreementError) -> None:
+        """Set the verdict to `error`, also for models that run in turns with this one: its collectives, of which ranks
+        may have issued different ones, are matched with theirs."""
+        self.verdict = error
+        for each in list(self.beside):
+            each.verdict = each.verdict or error
 
     def raise_verdict(self, cause: BaseException | None = None) -> None:
         """Raise the verdict if there is one."""
@@ -129,5 +143,5 @@ class RankExchange:
         """Set the verdict to `error` if this model needs one of `ranks` (None: any other); returns whether it does."""
         concerned = ranks is None or not set(ranks).isdisjoint(self.ranks)
         if concerned and self.verdict is None:
-            self.verdict = error
+            self.decide(error)
         return concerned

@@ -52,10 +52,12 @@ class GroupMember:
 
     Attributes:
         turns: the sequence that it shares with the others; None while there is no other.
+        peers: its exchange, once it has run.
     """
 
     def __init__(self, sequence: OpSequence) -> None:
         self.turns: Turns | None = None
+        self.peers: RankExchange | None = None
         self._sequence = sequence
         self._axis: Axis | None = None
         self._number = 0
@@ -84,6 +86,7 @@ class GroupMember:
         Raises:
             AgreementError: on every rank of the model: ranks run different models.
         """
+        self.peers = peers
         numbers = {rank: each.number for rank, each in found.items() if each.number}
         if len({each.constructed for each in found.values()}) == 1 and len(set(numbers.values())) > 1:
             constructed = max(each.constructed for each in found.values())
@@ -134,8 +137,11 @@ class Turns(OpSequence):
         self.meetings = _TurnMeetings(peers)
         self.collectives = Issued()  # of the models
         self._models = weakref.WeakSet(each.sequence for each in members)
+        beside = weakref.WeakSet(each.peers for each in members if each.peers is not None)
         for each in members:
             each.turns = self
+        for one in beside:
+            one.beside = beside
         self.connect()
 
     def take(self, op: Op) -> None:

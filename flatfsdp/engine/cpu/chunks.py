@@ -99,6 +99,11 @@ class ChunkStream(Generic[T]):
         self._to_take.clear()
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The number of the next chunk, and where it begins in the outbox, if it fits there."""
+        return self._next_number, self._next_place
+
+    @property
     def has_work(self) -> bool:
         """Whether a chunk is yet to be posted or taken."""
         return bool(self._to_take)

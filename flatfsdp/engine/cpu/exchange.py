@@ -132,6 +132,11 @@ class SharedMemory:
         return operation
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The place of this rank's stream, the same on all ranks that have issued the same collectives."""
+        return self._stream.place
+
+    @property
     def has_work(self) -> bool:
         """Whether a collective is in flight."""
         return self._stream.has_work

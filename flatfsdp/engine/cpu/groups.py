@@ -116,6 +116,13 @@ def shares(process_group: Any) -> bool | None:
     return known
 
 
+def issued_in(process_group: Any) -> str:
+    """The chunks that this rank has issued through the shared memory of `process_group`, in words; "" if it has none.
+    Not collective."""
+    place = known_for_group(process_group, _KEY, lambda shared: shared and shared.place)
+    return f"{place[0]} chunks up to byte {place[1]} in group {process_group.group_name}" if place else ""
+
+
 def would_share(process_group: Any) -> bool:
     """Whether a dry run assumes that the ranks of `process_group` will share memory: they may be on one host."""
     could = process_group.size() <= MOST_RANKS and not _over_gloo.value

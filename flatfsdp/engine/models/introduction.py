@@ -19,7 +19,7 @@ from ..flat.faces import fact_of
 from ..runtime.setup import Setup
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
-from .spread import axes_of, own_axes
+from .spread import axes_of, each_once, own_axes
 
 
 def introduce(setup: Setup, *, training: bool) -> None:
@@ -30,6 +30,7 @@ def introduce(setup: Setup, *, training: bool) -> None:
         axes_of(units),
         unit_entries(units),
         names_in(units),
+        gathers=each_once(each.gather for unit in units for each in unit.axes.transports.values()),
         sharded=any(unit.axes.is_spread for unit in units),
         comm_stats=resources.comm_stats,
         events=resources.events,
