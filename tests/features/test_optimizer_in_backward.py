@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import operator
 import re
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import flatfsdp
 import flatfsdp.checkpoint
 from flatfsdp import FullyShardedDataParallel, ShardedGradScaler
-from flatfsdp.errors import ConfigTypeError, UsageError
+from flatfsdp.errors import AgreementError, ConfigTypeError, UsageError
+from tests.agreement.test_agreement import mixed_gathers
 from tests.conftest import Run
 from tests.device.test_memory import BLOCK, Block
 from tests.device.test_memory import WIDTH as WIDE
@@ -443,6 +445,28 @@ def failing_deep(rank: int, world: int) -> tuple[list[str], bool, bool]:
     assert not any(parameter.grad is not None for parameter in model.parameters())
     texts = [str(each.message) for each in caught if "stepped" in str(each.message)]
     return texts, moved == {"blocks.3"}, not same(full_parameters(model), after)
+
+
+def mixing_deep(rank: int, world: int) -> list[str]:
+    model = wrapped(Deep)
+    stepping(model)
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+    with warnings.catch_warnings(record=True) as caught, mixed_gathers(here=rank == 1):
+        warnings.simplefilter("always")
+        with pytest.raises(AgreementError, match="Values of different units were exchanged for each other"):
+            for step in range(2, 2 + world):  # a rank whose backward was expected raises in its next step
+                loss_of(model, rank, step).backward()
+                while not inspect.verdict_of(model)():
+                    time.sleep(0.05)
+    return [str(each.message) for each in caught if "stepped" in str(each.message)]
+
+
+def test_where_ranks_have_diverged_nobody_is_to_continue(pool2: Run) -> None:
+    """The steps of units were taken with gradients of others."""
+    results = pool2(mixing_deep)
+    texts = [text for texts in results for text in texts]
+    assert texts and all(text.endswith("Load a checkpoint to have all of them at the same step") for text in texts)
 
 
 MOODS: list[str] = []  # of the next steps of `Moody`

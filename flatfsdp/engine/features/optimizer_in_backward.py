@@ -121,7 +121,7 @@ class StepInBackward(Finisher):
         """`sync`: whether the backward has units that reduce."""
         self._optimizers = optimizers
         self._sync = sync
-        self._streams = model.resources.streams
+        self._streams, self._agreement = model.resources.streams, model.agreement
         self._observers, self._accumulators = model.observers, model.accumulators
         # Settled before this backward shows more: its late gradients come late. Units of branches come in any order.
         iteration = model.iteration
@@ -185,7 +185,7 @@ class StepInBackward(Finisher):
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
                 f"({few(labels)}); a step cannot be undone. The other units ({few(rest) or 'none'}) still have the "
                 "parameters and the optimizer state of the previous step. Load a checkpoint to have all of them at "
-                "the same step, or continue with the next batch",
+                f"the same step{'' if self._agreement.diverged else ', or continue with the next batch'}",
                 names_rank=True,
             )
 
