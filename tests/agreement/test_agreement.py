@@ -329,9 +329,12 @@ def mixed_gathers(*, here: bool) -> Iterator[None]:
         yield
 
 
-def mix(rank: int, world: int, after: int) -> tuple[str, bool]:
-    """Rank 1 gathers two units of equal size in the other order in a backward; whether `.grad` is as before."""
-    model = wrap(Net(), join_units_below=0)
+def mix(rank: int, world: int, after: int, extra: int) -> tuple[str, bool]:
+    """Rank 1 gathers two units in the other order in a backward, of which one has so many elements more; whether
+    `.grad` is as before."""
+    net = Net()
+    net.blocks[1].extra = nn.Parameter(torch.zeros(extra), requires_grad=False) if extra else None
+    model = wrap(net, join_units_below=0)
     for _ in range(after):
         step(model)
     before = copy.deepcopy([parameter.grad for parameter in model.parameters()])
@@ -353,10 +356,11 @@ MIXED = (
 )
 
 
+@pytest.mark.parametrize("extra", [0, 40])
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int) -> None:
-    """Nothing else would notice, their collectives being of one size."""
-    messages, kept = zip(*pool2(mix, after), strict=True)
+def test_a_backward_that_mixed_units_brings_no_gradients(pool2: Run, after: int, extra: int) -> None:
+    """Nothing else would notice."""
+    messages, kept = zip(*pool2(mix, after, extra), strict=True)
     reduced = "and reduced 'blocks.2', 'blocks.1', 'blocks.0'"
     assert same(messages) == (
         f"ranks diverged at step {after + 1}: "

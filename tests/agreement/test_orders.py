@@ -110,6 +110,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "other trees": ({"trees": (((), ((), ())), ())}, {"trees": ((), (((), ()), ()))}),
     "one call more": ({"trees": ((((),),),)}, {"trees": (((),),)}),
     "units swapped": ({"order": (0, 1, 2)}, {"order": (0, 2, 1)}),
+    "a unit skipped": ({"order": (0, 1, 2)}, {"order": (0, 2)}),
     "a graph cut off": ({"cut": False}, {"cut": True}),
     "a tied unit inside of itself": ({"nested": True}, {"nested": False}),
     "roots swapped": ({}, {}),

@@ -24,7 +24,7 @@ FEW = {
     "each load by itself": Scope(2, (ONE,) * 3, apart=True),
     "chunks of several cells": Scope(2, ((2, False), ONE), cells=2, room=5, apart=True),
     "what the one before brought": Scope(2, ((2, False), DEPENDENT, ONE)),
-    "a small window": Scope(2, (ONE,) * 3, room=4, in_flight=1, tags=2),
+    "a small window": Scope(2, (ONE,) * 3, room=4, in_flight=1),
     "three ranks, one place": Scope(3, (ONE, DEPENDENT), room=1),
     "outboxes at rest": Scope(2, (ONE,) * 2, rests=True),
     "ranks that sleep": Scope(2, (ONE,), with_bells=True),
@@ -76,13 +76,12 @@ class RestsWithoutAsking(ChunkStream[Any]):
 @pytest.mark.parametrize(
     ("scope", "kind", "found"),
     [
-        (Scope(2, (ONE,) * 2, room=1), PostsWithoutAsking, "has what is of chunk 1|a tag of another"),
-        (Scope(3, (ONE,)), AsksOnePeer, "has what is of chunk -1|a tag of another"),
-        (Scope(3, (ONE,) * 2, room=1), HearsOnePeer, "has what is of chunk 1|a tag of another"),
+        (Scope(2, (ONE,) * 2, room=1), PostsWithoutAsking, "has what is of chunk 1"),
+        (Scope(3, (ONE,)), AsksOnePeer, "has what is of chunk -1"),
+        (Scope(3, (ONE,) * 2, room=1), HearsOnePeer, "has what is of chunk 1"),
         (Scope(2, (ONE,) * 2, room=1), WaitsForWhatItHasPosted, "never come to an end"),
         (Scope(2, (ONE,) * 2, rests=True), RestsWithoutAsking, "has what is of chunk -1"),
-        (Scope(2, (ONE,), in_order=False), ChunkStream, "has what is of chunk -1|a tag of another"),
-        (Scope(2, (ONE,) * 3, room=4, tags=1), ChunkStream, "a tag of another"),
+        (Scope(2, (ONE,), in_order=False), ChunkStream, "has what is of chunk -1"),
         (Scope(2, (ONE,), with_bells=True, barriers=False), ChunkStream, "never come to an end"),
     ],
     ids=[
@@ -92,7 +91,6 @@ class RestsWithoutAsking(ChunkStream[Any]):
         "waits",
         "rests",
         "stores in any order",
-        "few tags",
         "no barriers",
     ],
 )

@@ -266,39 +266,6 @@ def test_work_that_nobody_waits_for_does_no_harm(pool2: Run) -> None:
     assert pool2(forgotten) == [[]] * 2
 
 
-def divergent(rank: int, world: int, how: str) -> tuple[str, float]:
-    """The last rank issues another operation; the report of each, and its time in seconds."""
-    way, size, kinds = exchange(), 1001, ["gather", "reduce-scatter"]
-    if rank == world - 1:
-        if how == "another order":
-            kinds.reverse()
-        elif how == "another kind":
-            kinds[0] = "all-reduce"
-        elif how == "another size":
-            size += 1
-        else:
-            kinds.insert(0, "all-reduce")
-    began, text = time.monotonic(), "nothing"
-    try:
-        wrong([issue(way, "gather", rank, world, 17, torch.float32)])
-        wrong([issue(way, kind, rank, world, size, torch.float32) for kind in kinds])
-    except dist.DistError as error:
-        text = str(error)
-    seconds = time.monotonic() - began
-    other = exchange()  # which waits at the same time as the broken one
-    assert not wrong([issue(other, "gather", rank, world, 17, torch.float32)])
-    del way
-    return text, seconds
-
-
-@pytest.mark.parametrize("how", ["another order", "another kind", "another size", "one more"])
-def test_other_collectives_end_in_words_on_all_ranks(how: str, pool3: Run) -> None:
-    for rank, (text, seconds) in enumerate(pool3(divergent, how)):
-        assert "issued a different collective" in text, (rank, text)
-        assert ("rank 2 of the group" in text) == (rank != 2), (rank, text)
-        assert seconds < 20
-
-
 def interrupted(rank: int, world: int) -> tuple[list[float], str]:
     """The last rank is interrupted when it has added up a piece of an all-reduce in place, and tries again."""
     way, tensor, text = exchange(), torch.full((world * 10,), rank + 1.0), "nothing"

@@ -16,8 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-
 from flatfsdp.engine.cpu import bell as bells
 from flatfsdp.engine.cpu import chunks, exchange
 from flatfsdp.engine.cpu.bell import Bell, OwnBell
@@ -35,7 +33,6 @@ class Scope:
         room: cells of an outbox, of which an element takes so many `cells`. in_flight: `chunks.IN_FLIGHT`.
         with_bells: ranks sleep, without a limit, until they are woken; otherwise they poll.
         others_go_on: only the first rank waits.
-        tags: `exchange.TAGS`.
         apart: loads are never joined into one step.
         rests: ranks release the pages of their outboxes at the end.
         barriers, in_order: False for a processor that is weaker than x86.
@@ -46,7 +43,6 @@ class Scope:
     room: int = 2
     cells: int = 1
     in_flight: int = 2
-    tags: int = 4
     with_bells: bool = False
     others_go_on: bool = False
     apart: bool = False
@@ -56,8 +52,8 @@ class Scope:
 
     @property
     def words(self) -> int:
-        """The number of words of a rank: two counters, tags, its outbox, and two of its bell."""
-        return 2 + self.tags + self.room + 2
+        """The number of words of a rank: two counters, its outbox, and two of its bell."""
+        return 2 + self.room + 2
 
     def together(self, address: int) -> Hashable:
         """Counters of all ranks are loaded in one step, and so is a chunk: a failure between two loads also occurs at
@@ -98,8 +94,7 @@ class Round:
 class Step:
     """An operation whose chunks are cells that contain the chunk's number."""
 
-    def __init__(self, tag: int) -> None:
-        self.tag, self.done = tag, False
+    done = False
 
     def post(self, chunk: Chunk[Any], outbox: Any) -> None:
         for cell in self._cells(chunk):
@@ -149,8 +144,8 @@ class Rank:
         self._scope, self._rank = scope, rank
         self._streams: dict[Hashable, ChunkStream[Step]] = {}
         stream = kind(scope.room * ALIGNMENT)
-        for tag, (elements, depends) in enumerate(scope.operations, 1):
-            self._last = Step(tag)
+        for elements, depends in scope.operations:
+            self._last = Step()
             stream.issue(self._last, elements, bytes_each=scope.cells * ALIGNMENT, depends=depends)
         self.begin = self._named(stream)
 
@@ -210,11 +205,8 @@ class Rank:
     def _shared(self, stream: ChunkStream[Step], replay: Replay) -> Any:
         scope, rank = self._scope, self._rank
         shared: Any = SharedMemory.__new__(SharedMemory)
-        tags = range(exchange._FIRST_TAG, exchange._FIRST_TAG + scope.tags)
-        words = [
-            Words(replay, each * scope.words, (exchange._POSTED, exchange._TAKEN, *tags)) for each in range(scope.world)
-        ]
-        outboxes = [Words(replay, each * scope.words + 2 + scope.tags) for each in range(scope.world)]
+        words = [Words(replay, each * scope.words, (exchange._POSTED, exchange._TAKEN)) for each in range(scope.world)]
+        outboxes = [Words(replay, each * scope.words + 2) for each in range(scope.world)]
         peers = [each for each in range(scope.world) if each != rank]
         sleepers = [] if not scope.with_bells else peers if not scope.others_go_on else [0] if rank else []
         bell_of = [self._equipped(Bell, each, replay) for each in sleepers]
@@ -246,7 +238,6 @@ def explore(scope: Scope, kind: type[ChunkStream[Any]] = ChunkStream) -> int:
     """
     with (
         patch.object(chunks, "IN_FLIGHT", scope.in_flight),
-        patch.object(exchange, "TAGS", scope.tags),
         patch.object(SharedMemory, "looks", 1),
         patch.object(exchange, "retains_host_memory", lambda: False),
     ):
@@ -258,8 +249,5 @@ def explore(scope: Scope, kind: type[ChunkStream[Any]] = ChunkStream) -> int:
             together=scope.together,
             in_order=scope.in_order,
         )
-        try:
-            model.explore()
-        except dist.DistError as error:
-            raise Wrong(f"a tag of another chunk: {error}") from None
+        model.explore()
         return model.states

@@ -16,7 +16,6 @@ from .ops import (
     EVALUATION,
     IN_FORWARD,
     ISSUED,
-    OTHERS,
     TRAINING,
     UNREDUCED,
     Op,
@@ -65,12 +64,11 @@ def divergence(ops: Mapping[Ranks, Op], step: int, names: ModelNames) -> str:
     if skipped := _skipped({rank: op.words for ranks, op in ops.items() for rank in ranks}, step):
         return f"{reported}. {skipped}"
     remedy = _REMEDY if all(op.words.startswith(IN_FORWARD) for op in ops.values()) else ""
-    found = (
+    return (
         f"{reported}. All ranks must run the same units in the same order, with the same number of forwards and "
         "backwards, and catch an exception at the same point or not at all; rank-local data must not decide which "
         f"units run{remedy}"
     )
-    return f"{found}. {_STAYED}" if any(op.words.startswith(OTHERS) for op in ops.values()) else found
 
 
 def _skipped(did: Mapping[int, str], step: int) -> str:

@@ -21,10 +21,8 @@ from collections.abc import Mapping, Sequence
 from ...errors import AgreementError, FlatFSDPError, LostRankError, logger, ranks_by_value
 from ..base.events import EventLog
 from ..base.foreign_text import parse
-from ..base.hashing import hash63
 from ..base.wait_limits import blocked_since, unfinished_since
 from ..comm.comm_stats import CommStats
-from ..comm.process_group_transport import OtherCollectiveError
 from ..watchdog.process_exit import end_process_unless, print_immediately
 from ..watchdog.status_report import ExitRecord, Progress, in_one_sentence
 from ..watchdog.watchdog import PATIENCE, is_lost_connection
@@ -322,13 +320,7 @@ class OpSequence:
         peers = self._peers
         if peers.watch is None or isinstance(error, FlatFSDPError):
             return
-        if peers.verdict is None and isinstance(error, OtherCollectiveError):
-            # All ranks find that at the collective that differs, and are at the same op.
-            last = "; ".join(map(str, self._events.tail(2)))
-            op = Op(hash63(f"other {peers.rank}"), f"{ops.OTHERS}{self.part} (last: {last})")
-            self.meetings.announce(self.position, op, issued=self.issued)
-            peers.decide(self.meetings.judge(self.position, self.progress.steps))
-        elif peers.verdict is None and is_lost_connection(error):
+        if peers.verdict is None and is_lost_connection(error):
             # The note with the reason may arrive later.
             found = peers.watch.explain(error, lambda: peers.verdict)
             if peers.verdict is None:

@@ -104,7 +104,6 @@ BACKWARD, UNREDUCED = "began a backward", " under no_sync()"
 ENDED_WITHOUT = "ended a backward that computed no gradient of a parameter"
 BRINGS_NONE = ", which computes no gradient of a parameter"
 ISSUED = "gathered in its backward the units"
-OTHERS = "issued other collectives in "
 
 
 def forward_in_words(kind: str) -> str:

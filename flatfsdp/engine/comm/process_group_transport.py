@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from ..base import _torch
 from ..base.wait_limits import blocked
@@ -26,10 +25,6 @@ from .comm_stats import CommStats
 
 # All backends support these dtypes. Gathers of other dtypes move bytes.
 _KNOWN_TO_ALL = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-
-
-class OtherCollectiveError(dist.DistBackendError):
-    """A peer issued another collective than this rank."""
 
 
 class ProcessGroupTransport:

@@ -10,8 +10,7 @@ written) and *taken* (completely read, from every peer).
 - Both happen in the order of numbers, while this rank waits for any collective of any group ([Note: progress]). So a
   rank's wait depends on the collectives that others have issued, and not on their waits.
 
-If a rank issued another collective than its peers, their chunks would differ: each chunk has a *tag*, written before it
-is counted, which peers compare.
+That ranks issue the same collectives is compared before, and at the end of a backward. [Note: issued alike]
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 ALIGNMENT = 64  # bytes: a cache line
 IN_FLIGHT = 64  # the most chunks that are posted but not taken by all peers
-TAGS = 2 * IN_FLIGHT  # enough that a tag is not overwritten before all peers have read it
 
 T = TypeVar("T")
 

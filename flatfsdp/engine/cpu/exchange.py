@@ -34,19 +34,18 @@ import torch.distributed as dist
 
 from ...errors import UsageError
 from ..base import _torch
-from ..comm.process_group_transport import OtherCollectiveError
 from ..transports.pieces import Row
 from .bell import Bell, OwnBell, forget_in_child, ring_value
-from .chunks import ALIGNMENT, TAGS, Chunk, ChunkStream
+from .chunks import ALIGNMENT, ChunkStream
 from .malloc import retains_host_memory
 from .operations import AllToAll, Gather, Operation, Sum
 from .peers import Peer
 from .segments import MemorySegment
 
 CAPACITY = 4 * 1024 * 1024  # bytes of an outbox
-CONTROL = 4096  # bytes before an outbox, for counters and tags
+CONTROL = 4096  # bytes before an outbox, for counters
 # Indices of 64-bit words; frequently changed words have a cache line of their own.
-_POSTED, _TAKEN, _BROKEN, _FIRST_TAG = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1, 2 * ALIGNMENT // 8
+_POSTED, _TAKEN, _BROKEN = 0, ALIGNMENT // 8, ALIGNMENT // 8 + 1
 _LOOKS, _LOOKS_ALONE = 10, 100  # polls of the counters before this rank sleeps: some 3 us each [Note: looks]
 _NAP = 0.1  # seconds between two checks whether a peer has ended
 # Of the thread that advances exchanges:
@@ -147,7 +146,7 @@ class SharedMemory:
         """Post and take all chunks that can be posted and taken now; returns whether there were any.
 
         Raises:
-            RuntimeError: a peer issued another collective, or this rank was interrupted in the middle of a chunk.
+            RuntimeError: this rank was interrupted in the middle of a chunk.
         """
         moved = False
         if not self._stream.has_work:
@@ -182,11 +181,9 @@ class SharedMemory:
             if (end := CONTROL + chunk.place + chunk.size) > self._segment.held:
                 self._take_pages(end)
             chunk.operation.post(chunk, self._mine.bytes)
-            self._mine.words[_FIRST_TAG + chunk.number % TAGS] = chunk.operation.tag
             stream.was_posted()
             self._mine.words[_POSTED] = stream.posted
         elif (chunk := stream.to_take([each[_POSTED] for each in words])) is not None:
-            self._check(chunk)
             self._in_a_chunk = True
             chunk.operation.take(chunk, self._outboxes)
             stream.was_taken()
@@ -232,16 +229,6 @@ class SharedMemory:
         if self._in_a_chunk:
             self._broken = f"{type(error).__name__}: {error}"
             self._mine.words[_BROKEN] = 1
-
-    def _check(self, chunk: Chunk[Operation]) -> None:
-        slot = _FIRST_TAG + chunk.number % TAGS
-        for peer, words in zip(self._peers, self._their_words, strict=True):
-            if words[slot] != chunk.operation.tag:
-                raise OtherCollectiveError(
-                    f"shared memory of {self._name}: rank {peer.rank} of the group issued a different collective than "
-                    f"this rank, {self.rank}, as chunk {chunk.number} of the group. All ranks must issue the same "
-                    "collectives in the same order"
-                )
 
     def give_up(self, lost: str) -> None:
         """Stop all exchanges, which cannot complete, and release their tensors. `lost`: the message about the peer."""
@@ -375,7 +362,7 @@ class SharedWork:
         """Do this rank's part of all collectives in flight, until this one is complete.
 
         Raises:
-            RuntimeError: a peer has ended, issued another collective, or exceeded the group's time limit.
+            RuntimeError: a peer has ended, or this rank has waited for longer than the group allows.
         """
         operation, shared = self._operation, self._shared
         since, looks, bell = time.monotonic(), 0, shared.bell

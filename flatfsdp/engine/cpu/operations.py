@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from ..base import _torch
-from ..base.hashing import hash63
 from ..transports.pieces import Row, add_up, cut
 from .chunks import Chunk
 
@@ -18,11 +16,9 @@ class Operation(Protocol):
     """The interface of one collective, which writes and reads its chunks.
 
     Attributes:
-        tag: a number that is the same on ranks that issue the same collective.
         done: whether all of its chunks were taken.
     """
 
-    tag: int
     done: bool
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
@@ -41,7 +37,7 @@ class Gather(Operation):
 
     def __init__(self, rows: Sequence[Row], rank: int, *, just_filled: bool) -> None:
         self._rows, self._rank, self.just_filled = rows, rank, just_filled
-        self.tag, self.done = _tag("gather", rows[0]), False
+        self.done = False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
         row = self._rows[self._rank]
@@ -59,7 +55,7 @@ class Sum(Operation):
 
     def __init__(self, output: Row, rows: Sequence[Row], rank: int) -> None:
         self._output, self._rows, self._rank = output, rows, rank
-        self.tag, self.done = _tag("sum", rows[0]), False
+        self.done = False
 
     def _begin(self, chunk: Chunk[Operation], reader: int, writer: int) -> int:
         """The offset of the piece for `reader` in the outbox of `writer`, which has one for each other rank."""
@@ -91,7 +87,7 @@ class AllToAll(Operation):
 
     def __init__(self, arrived: torch.Tensor, sent: torch.Tensor, rank: int) -> None:
         self._arrived, self._sent, self._rank = arrived, sent, rank
-        self.tag, self.done = _hashed("all to all", sent.shape[1]), False
+        self.done = False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
         part = self._sent[:, chunk.start : chunk.end]
@@ -121,12 +117,3 @@ def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], 
         _torch.foreach_add_(total.split(own.sizes), own.pieces)
         for each in after:
             total.add_(each)
-
-
-def _tag(what: str, row: Row) -> int:
-    return _hashed(f"{what} of {row.dtype}", *row.sizes)
-
-
-@functools.lru_cache(1024)
-def _hashed(*words: object) -> int:
-    return hash63(" ".join(map(str, words)))
