@@ -2,8 +2,10 @@
 
 [Note: trace] An event is (kind, unit, phase). For one unit the kinds occur in this order: `gather` (all-gather issued),
 `gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins), `grads`
-(its last expected gradient arrived), `reduce` (reduction issued), `reduced` (its result is a shard), `step` (an
-optimizer in backward steps), `end` (of a backward, unit "").
+(its last expected gradient arrived), `reduce` (reduction issued), `step` (an optimizer in backward steps), `end` (of
+a backward, unit ""). Others are recorded where these happen: `upload` (parameters come from memory that this rank
+keeps), `post_forward_shard` and `keep` (such memory is filled), `consolidate` (a flat tensor is gathered for a state
+dict).
 
 [Note: observers] An *observer* is attached from outside and is called at a few points of a step; the model does not
 depend on its type. At each point only those observers are called that define the method, so a point without observers

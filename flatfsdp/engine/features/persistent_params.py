@@ -83,7 +83,7 @@ class HandleRef(NamedTuple):
     def fetch(self) -> None:
         """Gather its parameters, and keep them where they are to stay. Collective over the shard axis.
 
-        Precondition: its leaves show the shard.
+        Precondition: users see the shard.
         """
         unit, handle, resources = self.unit, self.handle, self.unit.resources
         if handle.state is SHARDED:  # not if a user has unsharded the unit, or it stayed unsharded after a backward

@@ -2,9 +2,9 @@
 
 [Note: faces] Inside a forward and a backward, modules compute with the *leaves*, and autograd accumulates gradients in
 them. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and whose `.grad` is
-the reduced gradient. They are the leaves themselves (`OriginalFace`), one flat parameter for all of them (`FlatFace`),
-or a distributed tensor for each. A handle is given its face as a value, and no code checks which face it has: every
-difference is a method here, or one of the few attributes of the interface.
+the reduced gradient. They are the user's own parameters, each with its piece of the shard, one flat parameter for all
+of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and no other file tests
+the class of a face: every difference is a method or an attribute here (two are questions: `is_flat`, `is_distributed`).
 """
 
 from __future__ import annotations

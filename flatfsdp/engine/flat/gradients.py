@@ -260,7 +260,7 @@ class Gradients:
     def finalize_grads(self) -> bool:
         """Wait for the reductions and make them `.grad`, added to earlier ones; True if they brought a gradient.
 
-        Precondition: leaves show the shard.
+        Precondition: users see the shard.
         """
         total: torch.Tensor | None = None
         for part in self.reducing:
@@ -293,7 +293,7 @@ class Gradients:
         """`finalize_grads` without waiting. Returns a function that waits; until then `.grad` has no values yet.
 
         Preconditions: one reduction of a complete sum is in flight, which brings it in the optimizer's dtype to memory
-        of its own; leaves show the shard. [Note: finishers]
+        of its own; users see the shard. [Note: finishers]
         """
         (part,) = self.reducing
         self.reducing.clear()

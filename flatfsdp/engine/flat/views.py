@@ -1,10 +1,11 @@
-"""The memory that leaves and users' parameters show. Only this file assigns a parameter's `.data`.
+"""The memory that leaves and users' parameters show. Only this file assigns a parameter's `.data` (a test looks);
+other files only pass on what users assign.
 
 [Note: view modes] A leaf has the shape of its parameter at any time, and shows the unsharded buffer, whose storage
 comes and goes. A handle's leaves show the *unsharded* parameters, or *nothing*. They show nothing at rest, where users
 meet holders that show the *shard*, and between a forward that resharded and the backward. If the shard itself is the
 unsharded parameter, leaves always show it. A guard may refuse the use of leaves that show nothing, and of holders from
-the begin of a forward to the end of its backward: it has another class for them (`LeafClasses`).
+the beginning of a forward to the end of its backward: it has another class for them (`LeafClasses`).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class ParamViews:
             change_classes(handle.leaves, self._hidden)
 
     def show(self, mode: ViewMode) -> None:
-        """Let every leaf show `mode`."""
+        """Let leaves and holders show what `mode` says. [Note: view modes]"""
         handle, before = self.handle, self.mode
         face = handle.face
         self.mode = mode
@@ -277,7 +278,7 @@ class ParamViews:
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.
 
-        Precondition: the leaves show the shard.
+        Precondition: users see the shard.
         """
         handle = self.handle
         holders = handle.face.holders
@@ -291,11 +292,11 @@ class ParamViews:
                 holder.grad = grad.to(device=shard.device, dtype=shard.dtype)
 
     def write_back(self, changed: Iterable[ParamRef], free: Callable[[FlatParamHandle], None]) -> bool:
-        """Copy users' replacements for leaves at rest into the shard; True if there were any.
+        """Copy users' replacements for holders into the shard; True if there were any.
 
         These are a replaced `.data`, a parameter in one of the `changed` references, and a flat parameter whose
         `.data` was replaced. `free` frees a handle's unsharded parameters. Raises UsageError if shape or dtype does not
-        fit. Precondition: the leaves show the shard. [Note: assigned memory]
+        fit. Precondition: users see the shard. [Note: assigned memory]
         """
         handle = self.handle
         # Before modules hold our parameters again.

@@ -1,11 +1,12 @@
 """A parameter that does not show its value, and refuses to be used.
 
-[Note: guarded parameters] A leaf has no memory while its unit is sharded. A holder is this rank's shard: from the begin
-of a forward to the end of its backward a term over `model.parameters()` would silently differ between ranks, and be in
-no gradient. So for that time they have a class whose operations raise. They stay the same objects, `Parameter`s, and
-pure queries (`.grad`, `requires_grad`, hooks) are answered; shape, strides, dtype and device are those of this rank's
-shard, so that the number of elements is the same at any time. At rest holders can be used, for example by optimizers.
-Autograd may record it; if a backward then brings a gradient to such a holder, it is refused (`_refuse_gradients_of`).
+[Note: guarded parameters] A leaf has no memory while its unit is sharded. A holder is this rank's shard: from the
+beginning of a forward to the end of its backward a term over `model.parameters()` would silently differ between ranks,
+and be in no gradient. So for that time they have a class whose operations raise. They stay the same objects,
+`Parameter`s, and pure queries (`.grad`, `requires_grad`, hooks) are answered; shape, strides, dtype and device are
+those of this rank's shard, so that the number of elements is the same at any time. At rest holders can be used, for
+example by optimizers. Autograd may record it; if a backward then brings a gradient to such a holder, it is refused
+(`_refuse_gradients_of`).
 
 [Note: shards by hand] Momentum encoders update their weights inside a forward, element by element and without a graph:
 `k.mul_(m).add_(q, alpha=1 - m)`, or the same with `.data` or `detach()`. On every rank that is right for its shards,

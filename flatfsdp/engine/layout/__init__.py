@@ -1,3 +1,4 @@
-"""The positions of parameters in a flat parameter, and the conversion of intervals to boxes and contiguous runs, in
-integers only. Imports flatfsdp's errors.
+"""The positions of parameters in a flat parameter, and which elements of it each rank owns, in integers only.
+
+Imports flatfsdp's errors.
 """

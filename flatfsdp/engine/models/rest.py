@@ -2,7 +2,7 @@
 
 [Note: rest] An operation between iterations expects that parameters show their shards, that gradients have arrived, and
 that no state is left of a backward that failed, or that was to be differentiated again. `quiesce` ensures this, and can
-refuse calls while a unit computes. No other module finishes iterations (a test counts the calls).
+refuse calls while a unit computes. Beside the drivers of steps, no other file finishes iterations (a test looks).
 
 [Note: left unreduced] A backward may reach units and no trainable parameter, on all ranks alike, and be the last of a
 step whose other microbatches ran under no_sync(). It reduces nothing: `torch.autograd.grad` looks the same, and another

@@ -436,8 +436,8 @@ def _retain(unit: Unit) -> None:
 
 
 def _rollback(unit: Unit) -> bool:
-    """Immediately after a failed backward, during exception handling: let leaves show the shard, restore `.grad`. True
-    if a window was lost. Must not block or communicate.
+    """Immediately after a failed backward, during exception handling: let users see the shard, restore `.grad`. True if
+    a window was lost. Must not block or communicate.
 
     If the backward was inside of the unit's own forward, which may go on, leaves stay unsharded: autograd gives a leaf
     that showed another dtype meanwhile a second accumulator, and its gradient would arrive in two parts.

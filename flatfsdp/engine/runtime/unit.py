@@ -201,7 +201,7 @@ class Unit:
 
     @property
     def shows_shard(self) -> bool:
-        """Whether the leaves show the shard, as between iterations."""
+        """Whether users see the shard, as between iterations."""
         return all(views.mode is SHOWS_SHARD for views in self.views)
 
     @property
@@ -291,8 +291,8 @@ class Unit:
             views.track_writes(requested=requested, ended=ended)
 
     def reshard(self, mode: ViewMode, *, unreached: bool = False) -> None:
-        """Free the unsharded parameters; the leaves show `mode` (still the unsharded parameters if the shard is all of
-        them, or if they stay on the device between forward and backward).
+        """Free the unsharded parameters and show `mode`. Leaves still show the unsharded parameters if the shard is all
+        of them, or if they stay on the device between forward and backward.
 
         `unreached`: a backward runs that may not have reached the unit: writes to parameters that a forward has left
         unsharded are refused.
@@ -343,7 +343,7 @@ class Unit:
     # -- the end of an iteration -------------------------------------------------------------------------------------
 
     def reset_to_idle(self, *, keep_unsharded: bool = False) -> None:
-        """Return to the state between iterations: leaves show the shard; unsharded parameters are freed or kept."""
+        """Return to the state between iterations: users see the shard; unsharded parameters are freed or kept."""
         if self.phase is SUMMONED:  # a user may write to the parameters; units around it may have run
             return
         self.kept.by_choice = (

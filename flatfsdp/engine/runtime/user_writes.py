@@ -1,6 +1,6 @@
 """Writes of users to the parameters of a unit, tensors that they assign instead, and units that they unshard.
 
-[Note: writes at rest] Between iterations leaves show the shard, and users may write to it, or give a module another
+[Note: writes at rest] Between iterations users may write to holders, which show the shard, or give a module another
 parameter. Both are detected before the unit is gathered again, by versions and identities, without reading values.
 
 [Note: unnoticed writes] DTensors count no version for writes to a list of them (`torch._foreach_*`), nor for writes
@@ -32,8 +32,8 @@ from .unit import Unit
 
 
 def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: bool) -> bool:
-    """Take over tensors that the user assigned instead of leaves; free a kept buffer that is out of date. True if the
-    dtype of a shard has changed.
+    """Take over tensors that the user assigned instead of parameters; free a kept buffer that is out of date. True if
+    the dtype of a shard has changed.
 
     `names`: returns the names of all parameters of the model, by id. `looks`: modules of some units hold other objects
     than they should.

@@ -1,4 +1,4 @@
-"""The actions that schedules return and drivers execute; pure.
+"""The actions that schedules return and drivers execute.
 
 [Note: actions] An action is a verb, and the units that it applies to, together. A driver executes all actions of an
 event, in order, before it reports another event, except those that occur inside of an action.

@@ -1,6 +1,7 @@
-"""The schedule of one backward, which decides what to gather, complete, reduce and free: events in, actions out; pure.
+"""The schedule of one backward, which decides what to gather, complete, reduce and free: events in, actions out.
 
-The driver reports events and executes the actions that they return, in order ([Note: actions]).
+The driver reports events and executes the actions that they return, in order ([Note: actions]). Nothing here has an
+effect elsewhere: what the schedule must know of units it asks functions that it was given (`UnitFacts`).
 
 [Note: one clock] The record of the forward gives every unit two ticks of one clock, which a backward runs down: its
 gather is due at the tick when it last ended, its reduction at the tick when it first began. Two cursors move over the

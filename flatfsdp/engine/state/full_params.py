@@ -80,7 +80,7 @@ class _SummonedHandle:
         self._sharded_grads: list[torch.Tensor | None] = []
 
     def show(self) -> None:
-        """Let the leaves show the full parameters, and their full gradients."""
+        """Let users see the full parameters, and their full gradients."""
         if self.keep:
             self._sharded_grads = [leaf.grad for leaf in self.whole]
             for leaf in self.whole:
@@ -110,8 +110,8 @@ class _SummonedHandle:
         return found
 
     def hide(self, put: Mapping[int, nn.Parameter], *, writeback: bool, from_rank0: bool) -> list[str]:
-        """Let the leaves show the shard again, after copying this rank's piece back with `writeback`; returns messages
-        about tensors that do not fit. `put`: what users have put in the places of parameters, by the ids of leaves.
+        """Let users see the shard again, after copying this rank's piece back with `writeback`; returns messages about
+        tensors that do not fit. `put`: what users have put in the places of parameters, by the ids of leaves.
 
         Collective if `from_rank0`.
         """

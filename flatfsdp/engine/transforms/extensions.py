@@ -1,8 +1,9 @@
 """Parameters that are stored in one form and computed with in another (a quantized or a distributed tensor).
 
-[Note: extensions] The *stored* form of a parameter lies in the flat parameter; it is autograd's leaf, and optimizers
-step on it. While a unit computes, its modules hold the *seen* form instead, computed from the leaf, so that gradients
-flow back into it. FSDP1 has two hooks for that, which users set; DTensors are stored and seen in the same way.
+[Note: extensions] The *stored* form of a parameter lies in the flat parameter: its leaf has this form, and so has the
+holder on which optimizers step. While a unit computes, its modules hold the *seen* form, computed from the leaf, so
+that gradients flow back into the leaf. FSDP1 has two hooks for that, which users set; DTensors are stored and seen in
+the same way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Map between an optimizer's parameters and the names of the model's parameters in them.
 
-[Note: optimized parameters] An optimizer steps on flat parameters, on pieces of the user's parameters ([Note: faces]),
-or on parameters outside of every unit. It numbers them in the order of its own param groups, which may differ between
-ranks. State dicts use names ([Note: clean names]); `OptimizedParam` connects the two.
+[Note: optimized parameters] An optimizer steps on holders ([Note: faces]), or on parameters outside of every unit. It
+numbers them in the order of its own param groups, which may differ between ranks. State dicts use names
+([Note: clean names]); `OptimizedParam` connects the two.
 """
 
 from __future__ import annotations
