@@ -14,7 +14,6 @@ from .engine.base import _torch
 from .engine.facade.schedule_api import UnshardHandle
 from .engine.fully_shard import in_place
 from .engine.fully_shard.arguments import check_call
-from .engine.fully_shard.by_policy import shard_by_policy
 from .engine.fully_shard.class_swap import new_does_not_init, new_plain
 from .engine.fully_shard.controls import FSDP2Controls, share_streams
 from .engine.fully_shard.copies import reduce
@@ -198,7 +197,7 @@ def fully_shard_by_policy(
         torch.Size([4, 1])
     """
     given = {name: value for name, value in locals().items() if name not in ("module", "policy")}
-    shard_by_policy(module, policy, FSDPModule, given)
+    in_place.shard_by_policy(module, policy, FSDPModule, given)
     return module
 
 
