@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import fsdp_module as _fsdp_module
+from . import layout as layout
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.base.wait_limits import set_collective_timeout
 from .engine.config import state_dict_configs as _state_dict_configs

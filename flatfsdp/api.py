@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -247,8 +247,9 @@ class Config:
     """The reaction to differing initial values across ranks: "warn", "raise", or "off" (not compared)."""
     join_units_below: int
     """Bytes of unsharded parameters up to which consecutive units share their collectives; 0 for none."""
-    layout: Literal["flat", "rows"]
-    """Whether ranks split the parameters of a unit as one flat parameter, or each of them by rows."""
+    layout: Any
+    """ "flat" or "rows": whether ranks split the parameters of a unit as one flat parameter, or each of them by rows.
+    Or the grains of parameters, for which a layout is planned: as given until the outermost wrapper resolves them."""
 
     def replace(self, **changes: Any) -> Config:
         """A copy with the given fields changed; the values must be normalized already."""

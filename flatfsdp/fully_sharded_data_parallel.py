@@ -38,6 +38,7 @@ from .engine.wrapping import serialization as copying
 from .engine.wrapping import wrapper_support
 from .engine.wrapping.auto_wrap import auto_wrapped
 from .engine.wrapping.build import build_unit
+from .engine.wrapping.chosen_grains import chosen_grains
 from .errors import one_rank_warns
 
 
@@ -99,7 +100,10 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             with the least padding. "rows": each parameter by slices of its first dimension (for another memory order:
             of the slowest one), as `torch.chunk` divides them. Each rank then has whole, consecutive rows of every
             parameter, which optimizers that compute by row need; one with fewer rows than ranks is padded to a row per
-            rank, and there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints equal "flat"'s. Not in FSDP1.
+            rank. Or the grains of parameters, which set where they may be cut, see `flatfsdp.layout`: a mapping from
+            names of parameters or of modules, or from modules, or a callable `(name, parameter)` that returns a grain
+            or None; names are those in `module`, and parameters without a grain are cut anywhere. Except with "flat",
+            there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints equal "flat"'s. Not in FSDP1.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, the given value and the accepted ones.
@@ -147,7 +151,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
         check_values: str = "warn",
         reshard_after_forward: bool | int | None = None,
         join_units_below: int = JOIN_UNITS_BELOW,
-        layout: Literal["flat", "rows"] = "flat",
+        layout: Literal["flat", "rows"] | Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] = "flat",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         with one_rank_warns(this_rank=is_first_of(process_group, device_mesh)):
@@ -156,6 +160,7 @@ class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, Opt
             self._wrap(module, resolve_groups(config))
 
     def _wrap(self, module: nn.Module, config: Config, *, island: bool = False) -> None:
+        config = config.replace(layout=chosen_grains(module, config))
         with auto_wrapped(module, config, FullyShardedDataParallel._of) as undo:
             model = build_unit(module, config, island=island)
             undo.pop_all()

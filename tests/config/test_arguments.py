@@ -248,7 +248,11 @@ TYPE_ERRORS = [
     ({"device_id": True}, f"device_id: got True (bool). Accepted: {DEVICES}"),
     ({"join_units_below": 0.5}, "join_units_below: got 0.5 (float). Accepted: a number of bytes; 0 joins no units."),
     ({"join_units_below": True}, "join_units_below: got True (bool). Accepted: a number of bytes; 0 joins no units."),
-    ({"layout": None}, 'layout: got None (NoneType). Accepted: "flat", "rows".'),
+    (
+        {"layout": None},
+        'layout: got None (NoneType). Accepted: "flat", "rows", a mapping from names or modules to grains, or a '
+        "callable (name, parameter) -> grain.",
+    ),
     ({"check_values": None}, 'check_values: got None (NoneType). Accepted: "warn", "raise", "off".'),
     (
         {"reshard_after_forward": "2"},

@@ -154,7 +154,7 @@ def test_local_state_dicts_are_refused_in_words() -> None:
             local = flat.state_dict()
         model = FullyShardedDataParallel(nn.Linear(6, 5), layout="rows")
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-            expected = 'LOCAL_STATE_DICT of unit <root>: it was wrapped with layout="rows", where a shard has a piece'
+            expected = 'LOCAL_STATE_DICT of unit <root>: it was wrapped with layout="rows", where a shard has pieces'
             with pytest.raises(UsageError, match=expected):
                 model.state_dict()
             with pytest.raises(UsageError, match=expected):

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flatfsdp.layout import Blocks, Elements, Grain, Rows, Whole
 from tests.harness import parity
 from tests.harness.reference import Recipe, Story
 
@@ -89,7 +90,7 @@ class Cell:
             "sharding_strategy": self.strategy,
             "use_orig_params": self.use_orig_params,
             "backward_prefetch": self.prefetch,
-            "layout": self.layout,
+            "layout": grain_by_shape if self.layout == "grains" else self.layout,
         }
         if self.offload:
             options["cpu_offload"] = True
@@ -113,7 +114,7 @@ class Cell:
         names: dict[str, Any] = {
             "use_orig_params": ("flat param", "orig params"),
             "offload": ("on device", "offload"),
-            "layout": {"flat": "as one", "rows": "by rows"},
+            "layout": {"flat": "as one", "rows": "by rows", "grains": "by grains"},
         }
         levels = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = {name: level for name, level in levels.items() if name in FACTORS or level != getattr(Cell, name)}
@@ -137,6 +138,12 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
     "stepping": ("after the backward", "in the backward"),
     "prefetch": ("BACKWARD_PRE", "BACKWARD_MID"),
 }
+
+
+def grain_by_shape(name: str, parameter: torch.Tensor) -> Grain | None:
+    """Some grain of each kind, and none: the same for tied parameters, which have several names."""
+    grains = (Rows(), None, Whole(), Blocks(2), Elements(3), Rows(2))
+    return grains[sum(parameter.shape) % len(grains)]
 
 
 @contextmanager

@@ -80,6 +80,14 @@ def test_all_pairs_with_every_unit_in_rows(cell: Cell) -> None:
     cell.check(hostile=True)
 
 
+BY_GRAINS = [dataclasses.replace(cell, layout="grains") for cell in ARRAY]
+
+
+@pytest.mark.parametrize("cell", some(BY_GRAINS, 8), ids=str)
+def test_all_pairs_with_every_unit_cut_by_grains(cell: Cell) -> None:
+    cell.check(hostile=True)
+
+
 def test_what_is_crossed_covers_every_legal_pair() -> None:
     assert all_pairs(CROSSED) == all_pairs(crossed_cells())
 

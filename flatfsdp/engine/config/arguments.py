@@ -106,7 +106,7 @@ def check_arguments(
         check_values=_one_of("check_values", check_values, "warn", "raise", "off"),
         reshard_after_forward=_reshard_after_forward(reshard_after_forward),
         join_units_below=check_number("join_units_below", join_units_below, "a number of bytes; 0 joins no units", 0),
-        layout=_one_of("layout", layout, "flat", "rows"),
+        layout=_layout(layout),
     )
     return _check_combination(config)
 
@@ -372,6 +372,16 @@ def _one_of(argument: str, value: Any, *choices: str) -> Any:
     if value not in choices:
         refuse_value(argument, value, accepted, hint=did_you_mean(value, choices))
     return value
+
+
+def _layout(value: Any) -> Any:
+    """Grains are resolved later, where the model's parameters are known by name."""
+    if isinstance(value, Mapping) or (callable(value) and not isinstance(value, (type, str))):
+        return value
+    if not isinstance(value, str):
+        accepted = '"flat", "rows", a mapping from names or modules to grains, or a callable (name, parameter) -> grain'
+        refuse_type("layout", value, accepted)
+    return _one_of("layout", value, "flat", "rows")
 
 
 def _check_combination(config: Config) -> Config:

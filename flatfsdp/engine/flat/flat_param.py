@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import ClassVar, Literal, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -62,7 +62,8 @@ class FlatParamOptions:
     Attributes:
         trainable: whether a parameter required a gradient at construction.
         packed: whether elements are not numbers, and stay unchanged. [Note: packed bytes]
-        layout: whether ranks split all parameters as one, or each of them by rows. [Note: pieces]
+        layout: the name of the way in which ranks split parameters. [Note: pieces]
+        plan: makes the layout in place of the face; in it parameters may have another order.
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes the form of the parameters that users see at rest.
     """
@@ -73,7 +74,8 @@ class FlatParamOptions:
     face: FaceMaker
     trainable: bool
     packed: bool
-    layout: Literal["flat", "rows"] = "flat"
+    layout: str = "flat"
+    plan: Callable[..., FlatLayout] | None = None
 
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
@@ -188,8 +190,10 @@ class FlatParamHandle:
         parted = [parts.get(id(leaf)) for leaf in leaves]
         specs = [spec_of(name, value, part) for name, value, part in zip(names, values, parted, strict=True)]
         align = max(1, 16 // options.precision(master).compute.itemsize)
-        lay_out = FlatLayout.pack_rows if options.layout == "rows" else options.face.lay_out
-        layout = lay_out(specs, world=world, align=align)
+        layout = (options.plan or options.face.lay_out)(specs, world=world, align=align)
+        given = dict(zip(names, zip(leaves, values, strict=True), strict=True))
+        names = [spec.name for spec in layout.params]
+        leaves, values = map(list, zip(*(given[name] for name in names), strict=True))
         on_meta, home = leaves[0].is_meta, torch.device("cpu") if options.offload else device
         shard = torch.zeros(layout.shard_numel, dtype=master, device=leaves[0].device if on_meta else home)
         if on_meta:

@@ -19,6 +19,7 @@ from ..features.persistent_params import persistence_of
 from ..few_bits.quantized import RESIDUAL, residual_numels
 from ..flat.flat_param import FlatParamHandle
 from ..models.rest import models_of
+from ..planning.planned import PlannedLayout
 from ..runtime.model import Model
 from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
@@ -346,8 +347,11 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     if reduced and precision.error_feedback:
         numel = sum(residual_numels(handle.layout.shard_numel, unit.axes.of(handle)).values())
         bits += f", residuals of {numel * precision.reduce.itemsize:,} bytes"
-    rows = " in rows" if handle.options.layout == "rows" else ""
-    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{rows}"
+    layout = handle.layout
+    cut = {"flat": "", "rows": " in rows", "planned": " by grains"}[handle.options.layout]
+    if isinstance(layout, PlannedLayout) and len(layout.segments) > 1:
+        cut += f" in {len(layout.segments)} segments"
+    return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{cut}"
 
 
 def _kept(unit: Unit, handle: FlatParamHandle) -> str:

@@ -2,6 +2,6 @@
 over which ranks all of it is spread, what these compare of it, and `rest`, the door for everything that happens between
 iterations.
 
-The drivers of steps know nothing of it. Imports `runtime`, `agreement`, `transforms` and what these import; guards,
-state dicts, features and the public surfaces import it.
+The drivers of steps know nothing of it. Imports `runtime`, `agreement`, `transforms` and what these import, and
+`planning`; guards, state dicts, features and the public surfaces import it.
 """

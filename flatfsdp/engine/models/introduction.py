@@ -16,6 +16,7 @@ from ..agreement.agreement import agreement_of
 from ..base.peers import Fact, UnitEntry
 from ..comm.axes import extent_of, groups_in_words
 from ..flat.faces import fact_of
+from ..planning.planned import PlannedLayout
 from ..runtime.setup import Setup
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
@@ -80,12 +81,17 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 if handle in unit.axes.elsewhere
                 else ""
             )
-            for spec, leaf in zip(handle.layout.params, handle.leaves, strict=True):
+            layout = handle.layout
+            grains = layout.grains if isinstance(layout, PlannedLayout) else (1,) * len(layout.params)
+            for spec, leaf, grain in zip(layout.params, handle.leaves, grains, strict=True):
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None or spec.part is not None else f" strides {spec.stride}"
                 shape = f"{dtype} {spec.whole.shape}{stride}{kinds.get(id(leaf), '')}, {grad}{over}"
-                facts.append((f"{subject}, parameter {spec.name}", shape, False))
+                cut = "" if grain == 1 else f", cut at multiples of {grain:,} elements"
+                facts.append((f"{subject}, parameter {spec.name}", f"{shape}{cut}", False))
+            if isinstance(layout, PlannedLayout):
+                facts.append((f"{subject}, places of its parameters", f"by a plan, {layout.digest()}", False))
     return facts
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...api import BackwardPrefetch, Config, MixedPrecision
-from ...errors import UsageError, warn
+from ...errors import UsageError, few, warn, warn_once
 from ..agreement.agreement import Agreement
 from ..agreement.checksums import InitialChecksums
 from ..agreement.process_groups import plan_groups, resolve_groups
@@ -55,12 +55,14 @@ from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
-from ..layout.layout import PartOfWhole
+from ..layout.layout import FlatLayout, PartOfWhole
 from ..models.introduction import introduce, own_pieces
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..models.rest import wait_for_gradients
 from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..parts.strides import stride_by_rows
+from ..planning.grains import Grain
+from ..planning.plan import cheaper, plan
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import put_at_rest
@@ -71,6 +73,7 @@ from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
 from ..transforms.extensions import Transform, TransformedParam, transform, transformed_in, users_transforms
 from .auto_wrap import check_called
+from .chosen_grains import ChosenGrains
 from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import compute_device, materialize, move_buffers, replace_referenced
@@ -289,6 +292,8 @@ def _shard(
         for param_ref in param_refs:
             undo.callback(param_ref.register)
         over = [meshes.of(param_ref.leaf) for param_ref in param_refs]
+        chosen = config.layout if isinstance(config.layout, ChosenGrains) else {}
+        grains = [chosen.get((param_ref.module, param_ref.attribute)) for param_ref in param_refs]
         param_refs, transformed = transform(param_refs, transforms)
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
@@ -301,7 +306,8 @@ def _shard(
         faced, stored = partial(faces, transformed), {id(each.leaf) for each in transformed}
         sorted_by = [(leaf, orders[path]) for leaf, path in leaves if path in orders and id(leaf) not in stored]
         strides = {id(leaf): stride_by_rows(leaf.shape, dim) for leaf, dim in sorted_by}
-        handles = _flatten(leaves, packed, parts, hooks, config, mesh_of, device, tracker, faced, strides)
+        grain_of = {id(param_ref.leaf): grain for param_ref, grain in zip(param_refs, grains, strict=True) if grain}
+        handles = _flatten(leaves, packed, parts, hooks, grain_of, config, mesh_of, device, tracker, faced, strides)
         undo.pop_all()
     if dropped := [path for leaf, path in leaves if leaf.grad is not None]:
         warn(f"module: gradients from before wrapping are dropped: {', '.join(dropped)}")
@@ -315,6 +321,7 @@ def _flatten(
     packed: set[int],
     parts: dict[int, PartOfWhole],
     hooks: dict[int, GatherHooks],
+    grain_of: Mapping[int, Grain],
     config: Config,
     mesh_of: Mapping[int, DataMesh],
     device: torch.device,
@@ -325,7 +332,8 @@ def _flatten(
     """A handle for each kind among `leaves`, given with their paths, and its mesh. They still show their own memory.
 
     `packed`: the ids of packed bytes. By ids: `parts`: positions of parts in their wholes, `hooks`: the gather hooks of
-    some leaves, `mesh_of`: the ranks over which each leaf is sharded, `strides`: as of `FlatParamHandle.flatten`.
+    some leaves, `grain_of`: the grains of some, `mesh_of`: the ranks over which each leaf is sharded, `strides`: as of
+    `FlatParamHandle.flatten`.
     """
     kinds: dict[tuple[DataMesh, torch.dtype, bool, bool, bool, bool, bool], list[tuple[nn.Parameter, str]]] = {}
     for leaf, path in leaves:
@@ -336,6 +344,7 @@ def _flatten(
         kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
     made = []
     for (mesh, _, trainable, is_packed_kind, *_, is_extended), members in kinds.items():
+        grains = {path: grain_of[id(leaf)] for leaf, path in members if id(leaf) in grain_of}
         options = FlatParamOptions(
             mixed_precision=MixedPrecision() if is_packed_kind else config.mixed_precision,
             offload=config.cpu_offload.offload_params,
@@ -343,7 +352,8 @@ def _flatten(
             face=faces([leaf for leaf, _ in members], mesh.mesh),
             trainable=trainable,
             packed=is_packed_kind,
-            layout=config.layout,
+            layout=config.layout if isinstance(config.layout, str) else "planned" if grains else "flat",
+            plan=partial(plan, grains=grains) if grains else FlatLayout.pack_rows if config.layout == "rows" else None,
         )
         if is_extended:
             options = ExtendedOptions.of(options, [hooks[id(leaf)] for leaf, _ in members])
@@ -358,6 +368,9 @@ def _flatten(
             parts=parts,
             strides=strides,
         )
+        layout = handle.layout
+        if words := grains and cheaper(layout.params, grains, world=layout.world, align=layout.align):
+            warn_once(words, f"layout: of a unit of {few([path for _, path in members])}, {words}")
         made.append((handle, mesh))
     return made
 

@@ -126,15 +126,16 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
 
 
 def check_flat(unit: Unit) -> None:
-    """Refuse to make, or load, flat shards of `unit` if ranks split each of its parameters.
+    """Refuse to make, or load, flat shards of `unit` if ranks split its parameters by rows or grains.
 
     Raises:
-        UsageError: they split each.
+        UsageError: they do.
     """
-    if any(handle.options.layout == "rows" and handle.layout.world > 1 for handle in unit.handles):
+    if any(handle.options.layout != "flat" and handle.layout.world > 1 for handle in unit.handles):
+        wrapped = 'layout="rows"' if unit.handles[0].options.layout == "rows" else "grains as its layout"
         raise UsageError(
-            f'LOCAL_STATE_DICT of unit {unit.label}: it was wrapped with layout="rows", where a shard has a piece of '
-            "each parameter and is no part of one flat parameter. Use SHARDED_STATE_DICT, which needs no communication "
+            f"LOCAL_STATE_DICT of unit {unit.label}: it was wrapped with {wrapped}, where a shard has pieces of "
+            "parameters and is no part of one flat parameter. Use SHARDED_STATE_DICT, which needs no communication "
             'either and loads into any layout, or FULL_STATE_DICT; or wrap with layout="flat"'
         )
 

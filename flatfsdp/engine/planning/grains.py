@@ -1,0 +1,119 @@
+"""Where a parameter may be cut: grains as users and optimizers state them, and as numbers of elements.
+
+A layout knows the numbers only. [Note: grains]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import ConfigTypeError, ConfigValueError
+from ..layout.layout import ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Cuts at multiples of `count` elements, in the order of the parameter's memory: by default anywhere.
+
+    Blocks of an optimizer that quantizes its states by 256 elements remain whole with `Elements(256)`.
+    """
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count("Elements", count=self.count)
+
+    def elements(self, param: ParamSpec) -> int:
+        """The number of elements at whose multiples `param` may be cut."""
+        return _at_most(param, self.count)
+
+    def finer(self) -> Grain | None:
+        """The grain of half the size, if there is one."""
+        return None if self.count % 2 else Elements(self.count // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Cuts between groups of `count` rows: slices along the first dimension, or along the slowest one in memory.
+
+    A row of a 3-D tensor of experts is one expert.
+    """
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count("Rows", count=self.count)
+
+    def elements(self, param: ParamSpec) -> int:
+        """The number of elements at whose multiples `param` may be cut."""
+        return _at_most(param, self.count * (param.numel // max(param.rows, 1)))
+
+    def finer(self) -> Grain | None:
+        """The grain of half the size, if there is one."""
+        return None if self.count % 2 else Rows(self.count // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Cuts between blocks of `rows` rows of matrices, the last two dimensions in memory; or between rows of tiles.
+
+    Without `columns`, rows are those of all matrices one after the other. With it, each matrix is divided into tiles of
+    `rows` x `columns`. The last tiles of a matrix may be smaller, but only if there is just one matrix: the tiles of
+    several are at equal distances only if `rows` divides the rows of each. Vectors have no blocks and are cut anywhere.
+    """
+
+    rows: int
+    columns: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("Blocks", rows=self.rows, **({} if self.columns is None else {"columns": self.columns}))
+
+    def elements(self, param: ParamSpec) -> int:
+        """The number of elements at whose multiples `param` may be cut.
+
+        Raises:
+            ConfigValueError: tiles do not divide the matrices.
+        """
+        if len(param.shape) < 2:
+            return 1
+        *outer, rows, row = param.shape if param.stride is None else (param.shape[dim] for dim in param.order)
+        if self.columns is not None and any(size != 1 for size in outer) and rows % self.rows:
+            raise ConfigValueError(
+                f"parameter {param.name!r}: tiles of {self.rows} x {self.columns} do not divide the {rows} rows of "
+                f"each matrix in shape {param.shape}, so they are not at equal distances. Use Rows(1), which keeps "
+                f"each matrix whole, or tiles with a divisor of {rows} as the number of rows"
+            )
+        return _at_most(param, self.rows * row)
+
+    def finer(self) -> Grain | None:
+        """The grain of half the size, if there is one; tiles have none."""
+        return None if self.rows % 2 or self.columns is not None else Blocks(self.rows // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """No cuts: one rank has the complete parameter."""
+
+    def elements(self, param: ParamSpec) -> int:
+        """The number of elements at whose multiples `param` may be cut: all."""
+        return max(param.numel, 1)
+
+    def finer(self) -> Grain | None:
+        """None: a part of a parameter is not whole."""
+        return None
+
+
+Grain = Elements | Rows | Blocks | Whole
+
+
+def _at_most(param: ParamSpec, elements: int) -> int:
+    numel = param.numel
+    return elements if 0 < elements <= numel else max(1, numel)
+
+
+def _check_count(grain: str, **counts: object) -> None:
+    for argument, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise ConfigTypeError(f"{grain}: expected an int as {argument}, found {count!r} ({type(count).__name__})")
+        if count < 1:
+            raise ConfigValueError(f"{grain}: expected {argument} of at least 1, found {count}")

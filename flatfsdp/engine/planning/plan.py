@@ -1,0 +1,299 @@
+"""A layout in which no piece ends inside a grain, with little padding: a search over a few candidates.
+
+[Note: plans] Pieces of a segment end at equal distances. A parameter that several of them cut needs a piece that is a
+multiple of its grain, so a segment of parameters with different grains needs a common multiple, and its padding is up
+to one of these per rank. A segment for each grain needs less, and takes one more of the collectives that are sent
+together. So there are three candidates: everything in one segment; first the *blocked* parameters (those with a grain
+between one element and everything), then the others; and first those with the largest grain, then the next, and the
+others last. In the last two, parameters are first poured into the holes of earlier segments, and what finds no hole has
+a segment of its own. The candidate with the least padding is taken; where that differs by less than a thousandth of the
+elements, the one with the fewest segments.
+
+In a segment, blocked parameters are placed one after the other: always the one before which the smallest gap is
+needed, and of several the one with the largest grain. Then the others go into the first gaps that they fit in, the
+largest first. The piece is the smallest one found with which everything fits, among multiples of each grain, of all of
+them, and others at larger distances. That is a heuristic: the problem includes bin packing. What it finds is correct in
+any case, since `PlannedLayout` verifies all cuts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import lcm
+
+from ...errors import ConfigValueError, did_you_mean
+from ..layout.layout import FlatLayout, ParamSpec
+from .grains import Elements, Grain
+from .planned import PlannedLayout
+
+Item = tuple[int, int]  # the elements of a parameter, and its grain
+
+BUDGET = 0.05  # the padding, as a part of the parameters' elements, from which on `cheaper` names other choices
+_ANYWHERE = Elements()
+_TIE = 1000  # padding is compared in units of 1 / _TIE of the parameters' elements
+
+
+def plan(
+    params: Iterable[ParamSpec], grains: Mapping[str, Grain] | None = None, *, world: int, align: int = 1
+) -> PlannedLayout:
+    """A layout of ``params`` in shards of equal size for ``world`` ranks, cut only where ``grains`` allow it.
+
+    Every parameter is contiguous and starts at a multiple of ``align`` elements. Parameters may be in another order
+    than given. ``grains`` are by name; parameters without one are cut anywhere. The result depends on the arguments
+    only, so it is the same on all ranks. [Note: plans]
+
+    Raises:
+        ConfigValueError: a grain that does not suit its parameter, or of none; ``world`` or ``align`` below 1.
+
+    Example:
+        >>> from flatfsdp.engine.planning.grains import Rows, Whole
+        >>> params = [ParamSpec("bias", (3,)), ParamSpec("up", (6, 5)), ParamSpec("down", (3, 4))]
+        >>> layout = plan(params, {"up": Rows(2), "down": Whole()}, world=2)
+        >>> [(param.name, str(span)) for param, span in zip(layout.params, layout.spans)], layout.shard_numel
+        ([('bias', '[0, 3)'), ('up', '[3, 33)'), ('down', '[33, 45)')], 23)
+    """
+    params = tuple(params)
+    items = tuple(_items(params, grains or {}))
+    if world <= 1 or all(grain == 1 for _, grain in items):
+        packed = FlatLayout.pack(params, world=world, align=align, pad_total=True)
+        members = zip(packed.spans, params, items, strict=True)
+        places = [(span.start, param, grain) for span, param, (_, grain) in members]
+        return PlannedLayout.of_pieces([(packed.shard_numel, places)], world=world, align=align)
+    if align < 1:
+        raise ConfigValueError(f"expected align of at least 1, found {align}")
+    return PlannedLayout.of_pieces(
+        (
+            (segment.piece, [(first, params[index], items[index][1]) for first, index in segment.places])
+            for segment in _search(items, world, align)
+        ),
+        world=world,
+        align=align,
+    )
+
+
+def cheaper(
+    params: Iterable[ParamSpec],
+    grains: Mapping[str, Grain] | None = None,
+    *,
+    world: int,
+    align: int = 1,
+    budget: float = BUDGET,
+) -> str | None:
+    """Words on what to choose instead if the padding of `plan` exceeds ``budget``, a part of the parameters'
+    elements; None if it does not."""
+    params, grains = tuple(params), grains or {}
+    total = sum(param.numel for param in params)
+
+    def padding(grains: Mapping[str, Grain], world: int) -> float:
+        return plan(params, grains, world=world, align=align).padding / max(total, 1)
+
+    found = padding(grains, world)
+    if found <= budget or not grains:
+        return None
+    choices = []
+    for shards in (world // replicas for replicas in range(2, world) if world % replicas == 0):
+        if (its := padding(grains, shards)) <= budget:
+            choices.append(f"shards over {shards} ranks with {world // shards} replicas ({its:.2%})")
+            break
+    finer: dict[str, Grain] = dict(grains)
+    while any(grain.finer() for grain in finer.values()):
+        finer = {name: grain.finer() or grain for name, grain in finer.items()}
+        if (its := padding(finer, world)) <= budget:
+            changed = sorted({f"{finer[name]} for {grain}" for name, grain in grains.items() if finer[name] != grain})
+            choices.append(f"{', '.join(changed)} ({its:.2%})")
+            break
+    size, name = max((grain.elements(param), param.name) for param in params if (grain := grains.get(param.name)))
+    within = "; ".join(choices) or "no finer grains, and no shards over fewer ranks"
+    return (
+        f"padding adds {found:.2%} to {total:,} elements in equal shards for {world} ranks, more than {budget:.2%}. "
+        f"The largest grain is {grains[name]} of {name!r} with {size:,} elements, where an equal part of all has "
+        f"{total // world:,}. Within it are: {within}"
+    )
+
+
+def _items(params: Sequence[ParamSpec], grains: Mapping[str, Grain]) -> Iterable[Item]:
+    names = {param.name for param in params}
+    for name in grains:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigValueError(
+                f"there is a grain for {name!r}, but no parameter of that name.{hint and ' ' + hint}"
+            )
+    for param in params:
+        yield param.numel, grains.get(param.name, _ANYWHERE).elements(param)
+
+
+@dataclass
+class _Segment:
+    """A segment that is being filled.
+
+    Attributes:
+        piece: elements of each rank's piece.
+        gaps: the intervals without parameters, in order.
+        places: (first element, index) of each parameter.
+    """
+
+    piece: int
+    align: int
+    gaps: list[tuple[int, int]]
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+    def put(self, index: int, item: Item, gap: int, first: int) -> None:
+        """Place a parameter in a gap."""
+        start, stop = self.gaps[gap]
+        end = first + item[0]
+        self.gaps[gap : gap + 1] = [each for each in ((start, first), (end, stop)) if each[0] < each[1]]
+        self.places.append((first, index))
+
+    def pour(self, index: int, item: Item) -> bool:
+        """Place a parameter in the first gap that it fits in; False if there is none."""
+        if not item[0]:
+            self.places.append((0, index))
+            return True
+        for gap, (start, stop) in enumerate(self.gaps):
+            if stop - start >= item[0]:
+                first = _first_place(start, stop, item, self.piece, self.align)
+                if first is not None:
+                    self.put(index, item, gap, first)
+                    return True
+        return False
+
+
+def _first_place(start: int, stop: int, item: Item, piece: int, align: int) -> int | None:
+    """The first position for `item` in `[start, stop)` at which pieces end at multiples of its grain."""
+    numel, grain = item
+    first = _round_up(start, align)
+    while first + numel <= stop:
+        end = (first // piece + 1) * piece
+        if grain == 1 or first + numel <= end:
+            return first
+        # The piece ends after this many grains; if pieces are no multiple of it, only this one may end inside. Pieces
+        # are aligned, so alignment repeats after that many grains.
+        most, fewest = (end - first) // grain, 1 if piece % grain == 0 else max(1, -(-(numel - piece) // grain))
+        for grains in range(most, max(fewest - 1, most - align), -1):
+            shifted = end - grains * grain
+            if shifted % align == 0:
+                return shifted if shifted + numel <= stop else None
+        if numel > piece and first == end - piece:
+            return None  # a later piece is no better
+        first = end
+    return None
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The parameters of one segment.
+
+    Attributes:
+        alike: the indices of blocked ones, by their elements and grain.
+        others: the indices of the others, those first that are harder to place.
+    """
+
+    items: Sequence[Item]
+    alike: dict[Item, list[int]]
+    others: list[int]
+
+    @classmethod
+    def of(cls, items: Sequence[Item], indices: Iterable[int]) -> _Contents:
+        """The parameters with these indices."""
+        alike: dict[Item, list[int]] = {}
+        others = []
+        for index in _hardest_first(items, indices):
+            if _is_blocked(items[index]):
+                alike.setdefault(items[index], []).append(index)
+            else:
+                others.append(index)
+        return cls(items, alike, others)
+
+    def fill(self, piece: int, world: int, align: int) -> _Segment | None:
+        """A segment with pieces of `piece` elements; None if the parameters do not fit in it."""
+        segment = _Segment(piece, align, [(0, piece * world)] if piece else [])
+        waiting = {item: indices.copy() for item, indices in self.alike.items()}
+        left = sum(item[0] * len(indices) for item, indices in waiting.items())
+        while waiting:
+            start, stop = segment.gaps[-1] if segment.gaps else (0, 0)
+            nearest: tuple[int, int, int] | None = None
+            for numel, grain in waiting:
+                first = _first_place(start, stop, (numel, grain), piece, align)
+                if first is not None and (nearest is None or (first, -grain, -numel) < nearest):
+                    nearest = first, -grain, -numel
+            if nearest is None or nearest[0] + left > stop:
+                return None
+            item = -nearest[2], -nearest[1]
+            segment.put(waiting[item].pop(), item, len(segment.gaps) - 1, nearest[0])
+            left -= item[0]
+            if not waiting[item]:
+                del waiting[item]
+        return segment if all(segment.pour(index, self.items[index]) for index in self.others) else None
+
+
+def _is_blocked(item: Item) -> bool:
+    return 1 < item[1] < item[0]
+
+
+def _hardest_first(items: Sequence[Item], indices: Iterable[int]) -> list[int]:
+    """The order in which parameters go into gaps: those that may be cut anywhere last, large ones first."""
+    return sorted(indices, key=lambda index: (items[index][1] == 1, -items[index][0]))
+
+
+def _smallest(items: Sequence[Item], indices: Sequence[int], world: int, align: int, below: int) -> _Segment | None:
+    """A segment for the parameters with these indices, with the smallest pieces found; None if all that are tried have
+    at least `below` elements."""
+    contents = _Contents.of(items, indices)
+    least = max(-(-sum(items[i][0] for i in indices) // world), *(min(items[i]) for i in indices))
+    grains = {grain for _, grain in contents.alike}
+    best: _Segment | None = None
+    for unit in sorted({lcm(each, align) for each in (lcm(*grains), *grains, 1)}, reverse=True):
+        failed, fits, piece = 0, False, _round_up(least, unit)
+        while piece < below:
+            segment = contents.fill(piece, world, align)
+            if segment is not None:
+                best, below, fits = segment, piece, True
+            else:
+                failed = piece
+            if not fits:  # in small steps at first; later as large as a quarter of what has been tried
+                piece = _round_up(piece + max(unit, least // _TIE, (piece - least) // 4), unit)
+            elif failed and below - failed > least // _TIE:
+                piece = _round_up(-(-(failed + below) // 2), unit)  # `below`, at last
+            else:
+                break
+    return best
+
+
+@lru_cache(maxsize=256)
+def _search(items: tuple[Item, ...], world: int, align: int) -> tuple[_Segment, ...]:
+    """The segments for these parameters. The layers of a model have equal ones."""
+    blocked = [index for index, item in enumerate(items) if _is_blocked(item)]
+    others = [index for index, item in enumerate(items) if not _is_blocked(item)]
+    by_grain: dict[int, list[int]] = {}
+    for index in sorted(blocked, key=lambda index: -items[index][1]):
+        by_grain.setdefault(items[index][1], []).append(index)
+    total = sum(numel for numel, _ in items)
+    best: list[_Segment] = []
+    below = 4 * (total + lcm(align, *by_grain)) + 1  # everything fits in the first piece
+    for groups in ([blocked + others], [blocked, others], [*by_grain.values(), others]):
+        segments: list[_Segment] = []
+        room = below
+        for group in groups:
+            rest = _hardest_first(items, group)
+            rest = [index for index in rest if not any(one.pour(index, items[index]) for one in segments)]
+            segment = _smallest(items, rest, world, align, room) if rest else None
+            if segment is not None:
+                segments.append(segment)
+                room -= segment.piece
+            elif rest:
+                break
+        else:
+            best, shard = segments, sum(segment.piece for segment in segments)
+            below = shard - total // world // _TIE  # for more segments
+            if below * world <= total:
+                break
+    for segment in best:
+        segment.places.sort(key=lambda place: (place[0], items[place[1]][0]))
+    return tuple(best)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

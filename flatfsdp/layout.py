@@ -1,0 +1,17 @@
+"""Where parameters may be cut, and layouts of shards that are cut nowhere else. [Note: grains]
+
+A *grain* is given for a parameter by `layout=` of the wrapper. By default parameters are cut anywhere. `Rows(k)` keeps
+groups of `k` rows on one rank, `Blocks(k)` those of matrices in tensors of any dimension, `Blocks(k, n)` tiles,
+`Elements(n)` runs of `n` elements, and `Whole()` everything. `plan` finds shards of equal size that obey them, and
+`cheaper` names other choices if these need much padding. Both compute with shapes only, for any number of
+ranks.
+"""
+
+from __future__ import annotations
+
+from .engine.layout.layout import ParamSpec
+from .engine.planning.grains import Blocks, Elements, Grain, Rows, Whole
+from .engine.planning.plan import cheaper, plan
+from .engine.planning.planned import PlannedLayout
+
+__all__ = ["Blocks", "Elements", "Grain", "ParamSpec", "PlannedLayout", "Rows", "Whole", "cheaper", "plan"]

@@ -1,0 +1,238 @@
+"""Parameters with grains in any world: how grains are given, where each parameter is cut, and what users see of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel as FSDP
+from flatfsdp import MixedPrecision, StateDictType
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
+from flatfsdp.layout import Blocks, Elements, Grain, PlannedLayout, Rows, Whole
+from flatfsdp.wrap import CustomPolicy
+from tests.harness import inspect
+from tests.harness.fake import fake_world
+
+pytestmark = pytest.mark.single_process
+
+
+class Net(nn.Module):
+    """Parameters of many shapes, also frozen, tied, in another memory order, and without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(12, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(2))
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.frozen = nn.Parameter(torch.randn(8, 3), requires_grad=False)
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embedding(x)
+        for block in self.blocks:
+            y = y + block(y)
+        return self.head(y).sum() + self.conv(torch.ones(1, 3, 4, 4)).sum() + self.frozen.sum() + self.nothing.sum()
+
+
+GRAINS: dict[str, Grain] = {
+    "embedding.weight": Rows(2),
+    "blocks.0": Whole(),
+    "blocks.1.0.weight": Blocks(3),
+    "conv.weight": Rows(),
+    "frozen": Elements(5),
+    "nothing": Whole(),
+}
+EXPECTED = {
+    "embedding.weight": 12,
+    "blocks.0.0.weight": 60,
+    "blocks.0.0.bias": 10,
+    "blocks.0.2.weight": 60,
+    "blocks.0.2.bias": 6,
+    "blocks.1.0.weight": 18,
+    "conv.weight": 12,
+    "frozen": 5,
+}
+
+
+def wrapped(layout: Any = GRAINS, **more: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "layout: of a unit", FlatFSDPWarning)
+        return FSDP(Net(), layout=layout, **({"use_orig_params": True} | more))
+
+
+def grains_of(model: nn.Module) -> dict[str, int]:
+    """Those of more than an element, by name."""
+    return {
+        f"{path}.{spec.name}" if path else spec.name: grain
+        for path, module in model.named_modules()
+        if isinstance(module, FSDP)
+        for flat in inspect.unit(module).flat_params
+        if isinstance(flat.layout, PlannedLayout)
+        for spec, grain in zip(flat.layout.params, flat.layout.grains, strict=True)
+        if grain > 1
+    }
+
+
+# --- what is given ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, {nn.Linear}, {nn.Sequential}])
+def test_names_are_those_of_the_outermost_module(policy: Any) -> None:
+    with fake_world(4):
+        found = grains_of(wrapped(auto_wrap_policy=policy))
+    if "head.weight" in found:  # with the policy of linear layers, `head` owns the tied weight
+        found["embedding.weight"] = found.pop("head.weight")
+    assert found == EXPECTED
+
+
+def test_grains_are_given_by_modules_and_by_functions_too() -> None:
+    def grain_of(name: str, parameter: nn.Parameter) -> Grain | None:
+        if name.startswith("blocks.0"):
+            return Whole()
+        return Rows(2) if parameter.shape == (12, 6) else GRAINS.get(name)
+
+    with fake_world(3):
+        assert grains_of(wrapped(grain_of)) == EXPECTED
+        net = Net()
+        rules: Any = {net.blocks[0]: Whole(), net.head: Rows(2), "conv.weight": Rows()}
+        rules |= {name: GRAINS[name] for name in ("frozen", "blocks.1.0.weight")}
+        assert grains_of(FSDP(net, layout=rules, use_orig_params=True)) == EXPECTED
+
+
+def test_a_policy_gives_a_unit_grains_of_its_own() -> None:
+    def chosen(module: nn.Module) -> bool | dict[str, Any]:
+        return {"layout": {"0.weight": Rows(5)}} if isinstance(module, nn.Sequential) else False
+
+    with fake_world(2):
+        found = grains_of(wrapped({"frozen": Rows(2)}, auto_wrap_policy=CustomPolicy(chosen)))
+    assert found == {"blocks.0.0.weight": 30, "blocks.1.0.weight": 30, "frozen": 6}
+
+
+def test_parameters_on_the_meta_device_have_their_grains() -> None:
+    with fake_world(2):
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+        model = FSDP(
+            net, layout={"0.weight": Rows(5), "1": Rows(3)}, auto_wrap_policy={nn.Linear}, use_orig_params=True
+        )
+        assert grains_of(model) == {"0.weight": 30, "1.weight": 30, "1.bias": 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "message"),
+    [
+        ("planned", ConfigValueError, 'layout: got \'planned\'. Accepted: "flat", "rows"'),
+        (
+            3,
+            ConfigTypeError,
+            r"layout: got 3 \(int\). Accepted: .*a mapping from names or modules to grains, or a call",
+        ),
+        ({"blocks.0": 3}, ConfigTypeError, r"layout\['blocks.0'\]: got 3 \(int\). Accepted: Elements\(\), Rows\(\)"),
+        (
+            {3: Rows()},
+            ConfigTypeError,
+            r"a key of layout: got 3 \(int\). Accepted: the name of a parameter or of a mod",
+        ),
+        (
+            {"frosen": Rows()},
+            ConfigValueError,
+            r"layout\['frosen'\]: Net has no parameter or module of that name. Did you mean 'frozen'",
+        ),
+        ({"blocks.0.1": Rows()}, ConfigValueError, r"layout\['blocks.0.1'\]: that module holds no parameters in Net"),
+        (
+            {"embedding.weight": Rows(2), "head": Rows(3)},
+            ConfigValueError,
+            r"layout\['embedding.weight'\] and layout\['head'\] are for the same parameter, but give it different "
+            r"grains, Rows\(count=2\) and Rows\(count=3\)",
+        ),
+        (
+            {"conv.weight": Blocks(3, 3)},
+            ConfigValueError,
+            "parameter 'conv.weight': tiles of 3 x 3 do not divide the 2",
+        ),
+        (lambda name, parameter: "whole", ConfigTypeError, r"layout\('nothing', ...\): got 'whole' \(str\)"),
+    ],
+)
+def test_wrong_layouts_are_refused_in_words(layout: Any, error: type[Exception], message: str) -> None:
+    with fake_world(2), pytest.raises(error, match=message):
+        wrapped(layout)
+
+
+def test_parameters_that_a_call_does_not_shard_are_refused() -> None:
+    with fake_world(2):
+        net = Net()
+        net.blocks[0] = FSDP(net.blocks[0], use_orig_params=True, layout={"0.weight": Rows(5)})
+        with pytest.raises(UsageError, match=r"layout\['blocks.0.0.weight'\]: this parameter is in a unit already"):
+            FSDP(net, use_orig_params=True, layout={"blocks.0.0.weight": Rows()})
+        with pytest.raises(UsageError, match=r"layout\['frozen'\]: this parameter is ignored. Give grains only to"):
+            FSDP(net, use_orig_params=True, layout={"frozen": Rows()}, ignored_states=[net.frozen])
+        rest = FSDP(net, use_orig_params=True, layout={"blocks": Whole()})
+        assert grains_of(rest)["blocks.0.0.weight"] == 30 and grains_of(rest)["blocks.1.2.weight"] == 60
+
+
+# --- what users see ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("mixed", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+def test_ranks_hold_parameters_between_their_grains(world: int, mixed: Any) -> None:
+    plain = {name: parameter.detach() for name, parameter in Net().named_parameters()}
+    held: dict[str, list[Tensor]] = {name: [] for name in plain}
+    for rank in range(world):
+        with fake_world(world, rank):
+            model = wrapped(mixed_precision=mixed)
+            for name, parameter in model.named_parameters():
+                in_memory = parameter.permute(0, 2, 3, 1) if parameter.dim() == 4 else parameter
+                held[name].append(in_memory.detach().reshape(-1).clone())
+            for flat in inspect.unit(model).flat_params:
+                assert {span.start % (8 if mixed else 4) for span in flat.layout.spans} == {0}
+    for name, whole in plain.items():
+        in_memory = whole.permute(0, 2, 3, 1) if name == "conv.weight" else whole
+        assert torch.equal(torch.cat(held[name]), in_memory.reshape(-1)), name
+        sizes = [each.numel() for each in held[name] if each.numel()]
+        assert all(size % EXPECTED.get(name, 1) == 0 for size in sizes[:-1]), name
+
+
+def test_the_summary_reports_grains_and_segments() -> None:
+    with fake_world(4):
+        layout = {"0.weight": Rows(4)}
+        text = flatfsdp.summary(FSDP(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)), layout=layout))
+    assert "416         416        0  FULL_SHARD  4 x 1  float32 by grains in 2 segments" in text
+
+
+def test_much_padding_is_reported_with_cheaper_choices() -> None:
+    with (
+        fake_world(8),
+        pytest.warns(FlatFSDPWarning, match="layout: of a unit of weight, bias, padding adds") as caught,
+    ):
+        FSDP(nn.Linear(16, 64), layout={"weight": Rows(32)}, use_orig_params=True)
+    text = str(caught[0].message)
+    assert "shards over 2 ranks with 4 replicas" in text and "Rows(count=8) for Rows(count=32)" in text
+
+
+def test_local_state_dicts_are_refused_in_words() -> None:
+    with fake_world(2):
+        model = FSDP(nn.Linear(6, 5), layout={"weight": Rows()})
+        words = pytest.raises(UsageError, match="it was wrapped with grains as its layout, where a shard has pieces")
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), words:
+            model.state_dict()
+
+
+def test_copies_and_pickles_keep_the_plan() -> None:
+    with fake_world(3, 2):
+        model = wrapped(auto_wrap_policy={nn.Sequential})
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            for one, its in zip(inspect.units(model), inspect.units(other), strict=True):
+                for mine, theirs in zip(one.flat_params, its.flat_params, strict=True):
+                    assert mine.layout == theirs.layout and torch.equal(mine.shard, theirs.shard)
+            other(torch.tensor([1])).backward()
