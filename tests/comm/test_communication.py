@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.streams import DONE, PendingWork
+from flatfsdp.engine.features.halfway import CountingHooks
 from flatfsdp.engine.flat.reduction import ReductionInput
-from flatfsdp.engine.runtime.backward_hooks import CountingHooks
 from flatfsdp.engine.transports import blocking
 from flatfsdp.engine.transports.blocking import agree_on_maximum
 from flatfsdp.engine.transports.staged import StagedTransport

@@ -24,8 +24,9 @@ from typing import Any
 
 from flatfsdp.engine.base.peers import BackwardPlan, bits_of
 from flatfsdp.engine.features.coalescing import coalesce
+from flatfsdp.engine.features.halfway import HalfwaySchedule
 from flatfsdp.engine.schedule.actions import Action
-from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
+from flatfsdp.engine.schedule.backward_schedule import UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from flatfsdp.errors import AgreementError
 from tests.harness.simulated_agreement import SCOPE, JobNotes, SimulatedAgreement
@@ -434,7 +435,7 @@ class SimulatedRank:
         *,
         before: SimulatedRank | None = None,
         double: bool = False,
-        schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
+        schedule_class: type[HalfwaySchedule[str]] = HalfwaySchedule,
         forwards_class: type[SimulatedForwards] = SimulatedForwards,
     ) -> None:
         """`before`: the step before this one."""
@@ -653,6 +654,8 @@ class SimulatedRank:
             coalesce=program.cut,
             together=program.together,
         )
+        self.schedule.elements = lambda unit: len(self._leaves(unit))  # type: ignore[method-assign]
+        self.schedule.is_gathered_again = program.frees.__contains__  # type: ignore[method-assign]
         self.schedule.double = self.double
         self.schedule.brings = self.foresaw = self.may_bring()
         self.compare_plan()
@@ -947,7 +950,6 @@ class SimulatedRank:
             is_used_once=self._used_once.__contains__,
             is_unsharded=self.unsharded.__contains__,
             is_trained=lambda unit: bool(self._leaves(unit)),
-            elements=lambda unit: len(self._leaves(unit)),
             awaits_gradients=self._awaits,
             will_recompute=self._recomputing.__contains__,
         )
@@ -1115,7 +1117,7 @@ class PlayedJob:
         program: Program,
         job: Job,
         *,
-        schedule_class: type[BackwardSchedule[str]] = BackwardSchedule,
+        schedule_class: type[HalfwaySchedule[str]] = HalfwaySchedule,
         forwards_class: type[SimulatedForwards] = SimulatedForwards,
         rank_class: type[SimulatedRank] = SimulatedRank,
         agreement_class: type[SimulatedAgreement] = SimulatedAgreement,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from flatfsdp.engine.features.halfway import HalfwaySchedule
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_schedule import ForwardRecord
@@ -33,12 +34,24 @@ def recorded(program: str, reentrant: str = "") -> ForwardRecord[str]:
     return record
 
 
+class Halfway(HalfwaySchedule[str]):
+    """Of units with two gradients of one element, which are freed after their forward."""
+
+    @staticmethod
+    def elements(unit: str) -> int:
+        return 2
+
+    @staticmethod
+    def is_gathered_again(unit: str) -> bool:
+        return True
+
+
 class Units:
     """Their state, as a driver has it: it executes all actions of an event, in letters."""
 
     def __init__(self, record: ForwardRecord[str], rules: UnitRules[str]) -> None:
         self.unsharded: set[str] = set()
-        self.schedule = BackwardSchedule[str](
+        self.schedule = (Halfway if rules.prefetch == "halfway" else BackwardSchedule[str])(
             record,
             dict.fromkeys(record.begun, rules),
             UnitFacts(
@@ -46,7 +59,6 @@ class Units:
                 is_used_once=lambda unit: True,
                 is_unsharded=self.unsharded.__contains__,
                 is_trained=lambda unit: True,
-                elements=lambda unit: 2,
                 awaits_gradients=lambda unit: False,
                 will_recompute=lambda checkpoint: True,
             ),
@@ -71,6 +83,7 @@ class Units:
         if kind == ".":
             return schedule.completes(unit, in_use=False)
         if kind == "/":
+            assert isinstance(schedule, Halfway)
             return schedule.progressed(unit, 1)
         if kind == "~":
             region = schedule.clock.running(lambda checkpoint: checkpoint == unit)

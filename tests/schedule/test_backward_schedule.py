@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from flatfsdp.engine.features.halfway import HalfwaySchedule
 from flatfsdp.engine.schedule.actions import Action
-from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule, UnitRules
+from flatfsdp.engine.schedule.backward_schedule import UnitRules
 from flatfsdp.engine.schedule.forward_schedule import ForwardRecord
 from flatfsdp.engine.schedule.issue_order import GatherOrder
 from tests.harness.simulation import (
@@ -34,7 +35,7 @@ from tests.harness.thorough import seeds
 pytestmark = pytest.mark.unit
 
 AT_ONCE = 50  # programs of a test
-Schedule = BackwardSchedule[str]
+Schedule = HalfwaySchedule[str]  # the decisions of the plain one, and those half-way
 
 
 @pytest.mark.parametrize("block", seeds(12, 400))

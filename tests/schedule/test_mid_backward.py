@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flatfsdp.engine.schedule.backward_schedule import HalfwayTrigger
+from flatfsdp.engine.features.halfway import HalfwayTrigger
 from flatfsdp.engine.schedule.issue_order import GatherOrder
 
 pytestmark = pytest.mark.unit

@@ -77,7 +77,6 @@ FACTS: UnitFacts[Unit] = UnitFacts(
     is_used_once=lambda unit: unit.leaves.single_use is True,
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
-    elements=lambda unit: sum(h.layout.params[i].numel for h in unit.handles for i in h.trainable_indices()),
     awaits_gradients=awaits_gradients,
     will_recompute=will_recompute,
 )
@@ -161,20 +160,21 @@ class Backward:
         coalescer: Apart,
         finisher: Finisher,
         turns: Turns,
+        schedule: type[BackwardSchedule[Unit]],
     ) -> None:
         """Plan the backward. `record`: the forwards that it covers; `stays_unsharded`: units that stay so after it."""
         self.sync = sync
         self.weight = weight
         self.agreement = agreement
         self._turns = turns
-        schedule = self.schedule = BackwardSchedule(
+        self.schedule = schedule(
             record,
             rules,
             FACTS,
             coalesce=coalescer.gathers,
             together=turns.coalesced(record.anchored),
         )
-        self._reductions = schedule.reductions
+        self._reductions = self.schedule.reductions
         self._reduced_at_the_end: Sequence[Unit] = ()  # their reductions may go on when it has ended
         self.stays_unsharded = stays_unsharded
         self._rules = rules
@@ -256,9 +256,9 @@ class Backward:
                         self.agreement.issued.reduced.append((self.agreement.scope, unit.place.index))
                     if self.finisher.acts_early:
                         self._finish_early(older)  # overlaps with the reduction just issued
-                elif verb == "end turn" or verb == "last turn":
+                elif verb == "end turn":
                     if units or self._in_flight[1].only_in_waits:
-                        self._end_turn(units, computes_alone=verb == "last turn")
+                        self._end_turn(units)
                 elif verb == "free":
                     units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "participate":
@@ -360,20 +360,17 @@ class Backward:
         if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
             unit.leaves.runs_late = False
 
-    def _end_turn(self, to_come: Sequence[Unit], *, computes_alone: bool) -> None:
+    def _end_turn(self, to_come: Sequence[Unit]) -> None:
         """End the turn of groups, reduced or not: let no reduction hold its input if memory use is highest now.
-        `computes_alone`: nothing is left to be gathered while the units `to_come` compute. [Note: half-way]"""
+        `to_come`: the unit whose turn is to come, if it is the only one."""
         older, newer = self._in_flight
-        last = to_come[0] if len(to_come) == 1 else None
-        if last is not None and 0 < older.input_bytes + newer.input_bytes < _largest_gradient(last):
+        if to_come and 0 < older.input_bytes + newer.input_bytes < _largest_gradient(to_come[0]):
             # If an embedding's gradient is larger than all inputs in flight, memory use is highest when it arrives:
             # these inputs are released before it. Otherwise their reductions overlap with the last unit's backward.
             self._release_inputs()
-            for grads in last.grads:
+            for grads in to_come[0].grads:
                 if grads.slots.late:
                     grads.slots.move_collected()
-        elif computes_alone and any(unit.resolved.reshards_after_forward for unit in to_come):
-            self._release_inputs()
         if newer.only_in_waits and not newer.units[-1].options.names_prefetch:
             self._release_inputs()
 

@@ -21,7 +21,7 @@ from ..base.peers import Peers
 from ..flat.faces import own_grad, set_own_grad
 from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
 from ..flat.views import check_exposed
-from ..schedule.backward_schedule import UnitRules
+from ..schedule.backward_schedule import BackwardSchedule, UnitRules
 from ..schedule.forward_schedule import ForwardRecord
 from . import late_gradients
 from .backward import Backward, rules_of
@@ -45,6 +45,7 @@ class BackwardHooks:
         sync: False inside `no_sync()`.
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
         iteration: of the model.
+        schedule: decides on the collectives of each backward; another one may be given.
         of_unit: the object that the hooks on tensors of each unit hold.
     """
 
@@ -56,6 +57,7 @@ class BackwardHooks:
     coalescer: Apart
     sync: bool = True
     weight: float = 1.0
+    schedule: type[BackwardSchedule[Unit]] = BackwardSchedule
     of_unit: dict[Unit, UnitHooks] = field(default_factory=dict)
     # A cache by `sync`, and the version of the options for which it is valid.
     _exceptions_by_sync: dict[bool, Exceptions] = field(default_factory=dict)
@@ -63,8 +65,7 @@ class BackwardHooks:
 
     def attach(self, unit: Unit) -> None:
         """Drive the backwards of `unit`."""
-        counts = unit.built.counts_gradients
-        self.of_unit[unit] = (CountingHooks if counts else UnitHooks)(unit, self)
+        self.of_unit[unit] = UnitHooks(unit, self)
 
     def adopt(self, unit: Unit, other: BackwardHooks) -> None:
         """Drive the backwards of `unit`, which `other` has driven."""
@@ -141,6 +142,7 @@ class BackwardHooks:
             coalescer=self.coalescer,
             finisher=self._finisher(sync=sync),
             turns=self.iteration.turns,
+            schedule=self.schedule,
         )
         backward.schedule.brings = accumulated or backward.may_bring(self.setup.units)
         self._compare(record, flags, brings=backward.schedule.brings, reduces=sync)
@@ -498,18 +500,6 @@ class UnitHooks:
         unit, driver = self.unit(), self.driver()
         if unit is not None and driver is not None and unit.expects_gradients and not unit.backward.completed:
             driver.advance(unit, driver.iteration.backward)
-
-
-class CountingHooks(UnitHooks):
-    """The hooks of a unit that gathers the next one half-way: they count its gradients. [Note: half-way]"""
-
-    def leaf_ready(self, kind: int, index: int, leaf: torch.Tensor) -> None:
-        super().leaf_ready(kind, index, leaf)  # this releases the gradient
-        unit, driver = self.unit(), self.driver()
-        backward = driver.iteration.backward if driver is not None else None
-        if unit is not None and backward is not None:
-            elements = unit.handles[kind].layout.params[index].numel
-            backward.do(backward.schedule.progressed(unit, elements))
 
 
 class GradientHook(hooks.LeafHook):

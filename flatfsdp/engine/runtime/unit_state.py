@@ -52,7 +52,7 @@ class BuiltWith:
             again.
         device_mesh: the mesh of the unit's groups, if a user passed one; not in pickles.
         output_dtype: to which the outputs of its forward are cast; None: they are not.
-        counts_gradients: whether it may gather the next unit half-way through its gradients. [Note: half-way]
+        counts_gradients: whether a backward may gather the next unit half-way through its gradients. [Note: half-way]
     """
 
     traits: Traits

@@ -24,8 +24,7 @@ U = TypeVar("U")
 #   reduce              issue the reduction
 #   end turn            all reductions whose turn it is have been issued; with the unit that has its turn to come, if
 #                       there is only one
-#   last turn           the same; nothing is left to be gathered, ahead half-way; with all units whose turn is to come
-#   release inputs      let reductions release their inputs, because a gather is about to allocate memory
+#   release inputs      let reductions release their inputs, because much memory is about to be allocated
 Verb = Literal[
     "gather",
     "ahead",
@@ -37,7 +36,6 @@ Verb = Literal[
     "complete",
     "reduce",
     "end turn",
-    "last turn",
     "release inputs",
 ]
 Action = tuple[Verb, Sequence[U]]

@@ -140,11 +140,6 @@ class BackwardClock(Generic[U]):
         """The lifetime of `unit`, if it is not over; None for a unit with one use that no checkpoint runs again."""
         return self._lifetime_of.get(unit)
 
-    def is_around(self, unit: U, others: Sequence[U]) -> bool:
-        """Whether one of `others` began inside of `unit`, or after it."""
-        own = self.began.get(unit, NEVER)
-        return any(self.began.get(each, NEVER) > own for each in others)
-
     def began_first(self, group: Sequence[U]) -> float:
         """The tick at which the first of `group` began."""
         return min([self.began.get(unit, NEVER) for unit in group])

@@ -29,21 +29,6 @@ gradients that this backward does not compute, need to be awaited any longer.
 backward reaches one of the users, or its own call: a rank's data may skip the use from which other ranks' gradients
 come. If it were freed then, that rank alone would gather it again. So it stays unsharded until its own call is over,
 and the calls of users that began later: the backward reaches these first, or passes over them.
-
-[Note: half-way] A backward that overlaps a gather and a reduction with each unit needs three unsharded units at a time:
-the one in use, the prefetched one, and the one that is reduced. Two suffice if each overlaps with half of a unit. While
-the first half of its gradients is computed, the previous unit is reduced, which then releases its inputs; during the
-second half, the next unit is gathered. The last unit in the plan has none to prefetch, and nothing overlaps with it.
-Memory peaks there, since every unit leaves a shard of gradients, so the reduction before it is waited for where it is
-issued. Units around others are unsharded together with them in any case: the unit that they prefetch is not a third
-one, and is gathered when their backwards begin. The same holds for units that are recomputed reentrantly: ranks that
-lack some of their gradients reduce them late.
-
-Ranks need not agree on the time at which half has arrived: the unit to gather is fixed when the backward begins, and is
-next in the plan ([Note: backward order]). Only a gather without a turn in the plan must find the plan at the same place
-on all ranks: units that await half of another unit's gradients are gathered before it. Ranks do not deadlock, either:
-gradients of a unit arrive before those of units that began earlier. So every rank issues the awaited reduction before
-it needs a gather that the waiting rank has not issued, and gathers that are due before a reduction precede it.
 """
 
 from __future__ import annotations
@@ -66,8 +51,8 @@ class UnitRules(Generic[U]):
     """The settings of a unit that are fixed before the backward, the same on all ranks.
 
     Attributes:
-        prefetch: when the next group is gathered: when this unit is reached, half-way through its gradients, or when it
-            is freed; None: not prefetched.
+        prefetch: when the next group is gathered: when this unit is reached, or when it is freed; None: not prefetched.
+            "halfway" is "before", except for schedules that are attached for it.
         targets: units to gather right after it instead of the next group.
         reads: whether its backward reads the parameters, so that they are gathered.
         reduces: whether its gradients are reduced, instead of accumulated unsharded.
@@ -94,7 +79,6 @@ class UnitFacts(Generic[U]):
         is_used_once: whether in earlier backwards each of its gradients arrived once, and not in an inner graph task.
         is_unsharded: whether it is gathered, or its gather is in flight.
         is_trained: whether a parameter of it requires a gradient.
-        elements: the number of elements of the gradients that it can get.
         awaits_gradients: whether the running graph task will compute gradients that it lacks.
         will_recompute: whether the running graph task will reach this reentrant checkpoint.
     """
@@ -103,7 +87,6 @@ class UnitFacts(Generic[U]):
     is_used_once: Callable[[U], bool]
     is_unsharded: Callable[[U], bool]
     is_trained: Callable[[U], bool]
-    elements: Callable[[U], int]
     awaits_gradients: Callable[[U], bool]
     will_recompute: Callable[[object], bool]
 
@@ -147,11 +130,9 @@ class BackwardSchedule(Generic[U]):
         self.tied_owners: TiedOwners[U] = TiedOwners(
             clock, rules, facts, completed=self.completed, finished=self.finished
         )
-        self._halfway: HalfwayTrigger[U] = HalfwayTrigger()
         trained = tuple(filter(facts.is_trained, clock.recomputed))
         self.recomputes_trained = bool(trained)
         self._awaited = clock.planned.union(trained) if trained else clock.planned
-        self._rules_of_reduced: UnitRules[U] | None = None  # of the unit that was reduced last
         self._actions: list[Action[U]] = []  # of the last event: a new list for each
 
     # -- properties of units -----------------------------------------------------------------------------------------
@@ -227,16 +208,7 @@ class BackwardSchedule(Generic[U]):
 
     def _gather_in_turn(self, unit: U) -> None:
         """Gather `unit`, and all units whose turn comes before."""
-        if not (self.gathers.has_turn(unit) or self._is_unsharded(unit)):
-            self._gather_at_halfway(self._halfway.end_all())
         self._gather(self.gathers.until(unit))
-
-    def progressed(self, unit: U, elements: int) -> list[Action[U]]:
-        """So many `elements` of gradients of `unit` have arrived: gather the next unit when they are half of all."""
-        actions = self._actions = []
-        if following := self._halfway.gradient_elements_arrived(unit, elements):
-            self._gather_at_halfway(following)
-        return actions
 
     def left(self, unit: U) -> list[Action[U]]:
         """As far as the gradients of `unit` show, its part is over: free it, and prefetch if that is its setting."""
@@ -256,8 +228,6 @@ class BackwardSchedule(Generic[U]):
 
     def _ready_to_reduce(self, unit: U) -> None:
         """Reduce `unit` in its turn."""
-        if self._rules[unit].prefetch == "halfway" and (following := self._halfway.end(unit)):
-            self._gather_at_halfway(following)
         if not self._rules[unit].reduces:
             return
         clock = self.clock
@@ -319,26 +289,8 @@ class BackwardSchedule(Generic[U]):
         rules = self._rules[unit]
         if rules.targets:
             self._gather(self.gathers.through(rules.targets, ahead=True), ahead=True)
-        elif rules.prefetch == "halfway" and unit in self.clock.planned:
-            self._begin_halfway(unit)
         elif rules.prefetch in ("before", "halfway"):
             self._gather(self.gathers.ahead(unit), ahead=True)
-
-    def _begin_halfway(self, unit: U) -> None:
-        """Await half of the gradients of `unit`, unless none will arrive or it encloses the next. [Note: half-way]"""
-        following = self.gathers.following(unit)
-        if self.clock.is_around(unit, following):
-            self._gather(self.gathers.ahead(unit), ahead=True)
-            return
-        self._halfway.begin(unit, self._facts.elements(unit) if self.brings else 0, following)
-        if at_once := self._halfway.gradient_elements_arrived(unit, 0):
-            self._gather_at_halfway(at_once)
-
-    def _gather_at_halfway(self, following: Sequence[U]) -> None:
-        due = self.gathers.through(following, ahead=True)
-        if any(self._rules[unit].reads and not self._is_unsharded(unit) for group in due for unit in group):
-            self._actions.append(("release inputs", ()))
-        self._gather(due, ahead=True)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -349,12 +301,8 @@ class BackwardSchedule(Generic[U]):
                 if due := self.gathers.due_before(began):
                     self._gather(due, ahead=True)
             self._actions.append(("reduce", group))
-            self._rules_of_reduced = self._rules[group[-1]]
-        reduced, to_come = self._rules_of_reduced, self.reductions.expected
-        if reduced is not None and reduced.prefetch == "halfway" and not reduced.targets and self.gathers.is_over:
-            self._actions.append(("last turn", tuple(self.reductions.outstanding())))
-        else:
-            self._actions.append(("end turn", (*to_come,) if len(to_come) == 1 else ()))
+        to_come = self.reductions.expected
+        self._actions.append(("end turn", (*to_come,) if len(to_come) == 1 else ()))
 
     def _reduce_in_turn(self, unit: U) -> None:
         """Reduce `unit`, which awaits no gradients, if it has any to reduce, and all units whose turn it is."""
@@ -474,38 +422,3 @@ class TiedOwners(Generic[U]):
         if unit in self._clock.tied_owners and self._reached.get(unit, True):
             return False  # its own use may still be recomputed, and compute a gradient late
         return unit in self._completed and unit not in self._clock.several
-
-
-class HalfwayTrigger(Generic[U]):
-    """The units whose backward has begun and is not half-way: measured by elements of gradients, instead of time."""
-
-    def __init__(self) -> None:
-        self._missing: dict[U, int] = {}  # elements of gradients until half of them have come
-        self._following: dict[U, Sequence[U]] = {}
-
-    def begin(self, unit: U, elements: int, following: Sequence[U]) -> None:
-        """Begin the backward of `unit`, whose gradients have so many `elements` in total.
-
-        `following`: the units to gather half-way.
-        """
-        self._missing[unit] = (elements + 1) // 2
-        self._following[unit] = following
-
-    def gradient_elements_arrived(self, unit: U, elements: int) -> Sequence[U]:
-        """Count more `elements` that have arrived; returns the units to gather when half of all have, once."""
-        missing = self._missing.get(unit)
-        if missing is None:
-            return ()
-        self._missing[unit] = missing - elements
-        return self.end(unit) if missing <= elements else ()
-
-    def end(self, unit: U) -> Sequence[U]:
-        """End the backward of `unit`; returns the units to gather, unless they were returned before."""
-        self._missing.pop(unit, None)
-        return self._following.pop(unit, ())
-
-    def end_all(self) -> list[U]:
-        """`end` of all units, in the order in which they began."""
-        following = [each for units in self._following.values() for each in units]
-        self._missing, self._following = {}, {}
-        return following

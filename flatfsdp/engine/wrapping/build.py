@@ -40,6 +40,7 @@ from ..features.coalescing import coalescer_for
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
 from ..features.error_feedback import attach_residuals
+from ..features.halfway import attach_halfway
 from ..features.persistent_params import attach_persistent_params
 from ..features.pipelines import serve_stages
 from ..features.post_forward import attach_post_forward_shards
@@ -403,6 +404,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     check_values_of(model, nested)
     defer_as(model, nested)
     model.adopt(nested)
+    attach_halfway(model)
     own(unit)
     models.add(model)
     guard_optimizers()
