@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InternalError, UsageError, warn_once
-from ..base import _torch
 from ..base.overrides import Override
 from .streams import Device, Stream
 
@@ -191,14 +189,6 @@ class FlatBuffer:
     def address(self) -> int:
         """The address of the memory; 0 while it is freed."""
         return self._storage.data_ptr()
-
-    def users(self) -> tuple[float, ...]:
-        """The reference counts of the storage, whether it is resizable, and its address: a value that changes when
-        other code gets a reference to the memory."""
-        if type(self.tensor) is not torch.Tensor:  # in a dry run
-            return ()
-        storage = self._storage
-        return _torch.storage_uses(storage._cdata), sys.getrefcount(storage), storage.resizable(), storage.data_ptr()
 
     def disown(self) -> torch.Tensor:
         """Pass the tensor with its memory to the caller; the next `allocate` makes a new tensor with new memory."""

@@ -30,8 +30,9 @@ from ..base._dtensor import is_dtensor
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import SUMMONED
+from ..guards.window_marks import open_windows
 from ..models import param_registry as registry
-from ..models.rest import before_norm, models_of, open_windows, reduce_left
+from ..models.rest import before_norm, models_of, reduce_left
 from ..models.spread import norm_axes, part_axes
 from ..runtime.model import Model
 from ..runtime.unit import Unit

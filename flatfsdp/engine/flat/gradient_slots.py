@@ -28,17 +28,12 @@ gradients arrived on this one.
 
 [Note: partial sums] A reduction may stop after the shard axis: the results of several of them add up, unscaled, until
 one continues along the replicate axis with the sum.
-
-[Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
-rank's slice of it. If user code sets a parameter's `.grad` to None or zero, or replaces it, the next backward drops
-that parameter's gradients from the window. If user code still holds such a slice by then, the slice keeps its values,
-and the window continues in other memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -46,7 +41,6 @@ from ...errors import UsageError, fail
 from ..base import _torch
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer
-from .faces import assign_grad
 from .flat_param import FlatParamHandle
 from .layout_views import full_views, segments_of
 from .reduction import ReductionInput, release_inputs
@@ -112,7 +106,6 @@ class GradientSlots:
         collected: gradients that are not moved yet, by leaf.
         may_wait: whether they should not be moved before the reduction; None if that gains nothing.
         late: whether they are not. [Note: late slots]
-        alone: the users of the buffer's memory before it was shown, if it was. [Note: marks]
     """
 
     def __init__(self, memory: SlotMemory, dtype: torch.dtype, factor: float) -> None:
@@ -130,7 +123,6 @@ class GradientSlots:
         self.collected: dict[int, torch.Tensor] = {}
         self._collected_bytes = 0
         self._slots: list[torch.Tensor] = []
-        self.alone: tuple[float, ...] | None = None
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot: now, with other small ones, or late."""
@@ -231,45 +223,27 @@ class GradientSlots:
         if self.return_buffer is not None and self.buffer is not None:
             self.return_buffer(self.buffer)
         elif self.buffer is not None and not self.shares:
-            if self.alone in (None, self.buffer.users()):
-                self.buffer.free()
-            else:
-                self._disown()
+            self.buffer.free()
 
-    def _disown(self) -> torch.Tensor:
+    def disown(self) -> torch.Tensor:
+        """Leave the memory to the caller; the next slots are in other memory."""
         assert self.buffer is not None
-        self._memory.forget(self.buffer.tensor.dtype)
-        return self.buffer.disown()
-
-    def leave_shown(self) -> None:
-        """Continue in other memory if user code still holds part of the shown buffer, which keeps its values."""
-        if self.buffer is not None and self.alone not in (None, self.buffer.users()):
-            shown = self._disown()
-            self.buffer, self._slots, self.segments = self._memory.allocate(shown.dtype)
-            self.buffer.tensor.copy_(shown)
-        self.alone = None
+        buffer, self.buffer = self.buffer, None
+        self._memory.forget(buffer.tensor.dtype)
+        return buffer.disown()
 
 
-@dataclass(frozen=True, eq=False)
-class WindowGrad:
-    """The `.grad` of a parameter as a window left it, and the indices of its slots. [Note: marks]"""
+class Marks(Protocol):
+    """Shows windows to users. [Note: marks]"""
 
-    parameter: torch.Tensor
-    grad: torch.Tensor
-    local: torch.Tensor  # this rank's part of it
-    version: int
-    indices: tuple[int, ...]
-    is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
+    def show(self, slots: GradientSlots, awaited: frozenset[int]) -> None:
+        """A backward has left a window in `slots`, in which gradients of the leaves `awaited` may be."""
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the parameter still has it."""
-        return self.parameter.grad is self.grad
+    def take_back(self, slots: GradientSlots) -> bool:
+        """The next backward begins: it drops what users have dropped. Returns whether anything is left."""
 
-    @property
-    def was_changed(self) -> bool:
-        """Whether it was written to."""
-        return self.grad._version + self.local._version != self.version
+    def end(self, slots: GradientSlots) -> None:
+        """The window is dropped."""
 
 
 class Accumulation:
@@ -288,16 +262,11 @@ class Accumulation:
         self.awaited: frozenset[int] = frozenset()
         self.partial: torch.Tensor | None = None
         self.contributed: set[int] = set()
-        self._window_grads: list[WindowGrad] = []
 
     @property
     def pending(self) -> bool:
         """Whether something is left to reduce: the next backward that reduces does, on all ranks."""
         return self.window_open or self.partial is not None
-
-    def is_stepped_by(self, held: Container[int]) -> bool:
-        """Whether an optimizer with these parameters, by their ids, would step on gradients that a window left."""
-        return any(mark.is_there and id(mark.parameter) in held for mark in self._window_grads)
 
     def keep_partial(self, total: torch.Tensor | None, contributed: set[int]) -> None:
         """Replace the kept sum by `total`; None for nothing."""
@@ -309,50 +278,8 @@ class Accumulation:
         self.partial, self.contributed = total, contributed
 
     def close_window(self) -> None:
-        """Forget the window and its marks."""
+        """Forget the window."""
         self.window_open, self.awaited = False, frozenset()
-        self._window_grads = []
-
-    def show_window(self, slots: GradientSlots) -> None:
-        """Show each parameter's share of the window as its `.grad`, so that `zero_grad` applies to the unsharded sums.
-        [Note: marks]"""
-        if slots.buffer is None:
-            return
-        handle, slots.alone = self._handle, slots.buffer.users()
-        for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor, self.awaited):
-            grad = parameter.grad
-            if is_ours := grad is None:
-                # `.data` has a version counter of its own: editing one mark does not change its neighbors' versions.
-                own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
-                grad = handle.face.like_holder(indices, own)
-                assign_grad(parameter, grad)
-            assert grad is not None
-            local = handle.face.local_of(grad)
-            version = grad._version + local._version
-            self._window_grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
-
-    def check_window(self, slots: GradientSlots) -> bool:
-        """Drop from the window in `slots` the gradients that the user dropped; remove the marks that the window made.
-        True if no gradient is left in it."""
-        marks, self._window_grads = self._window_grads, []
-        changed = [mark for mark in marks if mark.is_there and mark.was_changed]
-        edited = [mark for mark in changed if mark.local.any()]
-        ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
-        if ours:
-            raise UsageError(
-                f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward under "
-                "no_sync(). Until gradients are synchronized, .grad shows only a part of the accumulated gradients; "
-                "edit it after a backward outside of no_sync(), or drop it with zero_grad()"
-            )
-        # An empty piece looks zero after any edit; its neighbors show it.
-        zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
-        dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
-        for mark in marks:
-            if mark.is_ours and mark.is_there:
-                mark.parameter.grad = None
-        for mark in dropped:
-            slots.filled.difference_update(mark.indices)
-        return bool(marks) and len(dropped) == len(marks)
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:

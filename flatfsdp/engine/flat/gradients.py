@@ -19,7 +19,7 @@ from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
 from .faces import Sums, own_grad
 from .flat_param import FlatParamHandle
-from .gradient_slots import Accumulation, GradientSlots, SlotMemory
+from .gradient_slots import Accumulation, GradientSlots, Marks, SlotMemory
 from .reduction import ReductionInput, Residuals, release_inputs
 from .states import UNSHARDED
 from .views import ParamViews
@@ -41,6 +41,7 @@ class Gradients:
         contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
         absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
         residuals: the errors of earlier reductions, attached where these lose bits; else None.
+        marks: shows unreduced gradients to users, if attached; else None.
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
@@ -50,6 +51,7 @@ class Gradients:
         self._forget_expectations()
         self.accumulation = Accumulation(handle)
         self.residuals: Residuals | None = None
+        self.marks: Marks | None = None
         self._memory = SlotMemory(handle, views, self.reducing)
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
         self._factor_of_sum = 1.0
@@ -72,11 +74,8 @@ class Gradients:
         """Take the `.grad` of parameters that are their own leaves away until `finalize_grads` or `unstash_grads`."""
         if not self._begun:
             self._begun = True
-            if self.slots.buffer is not None:
-                if self.accumulation.check_window(self.slots):
-                    self._drop_slots()
-                else:
-                    self.slots.leave_shown()
+            if self.slots.buffer is not None and not (self.marks is None or self.marks.take_back(self.slots)):
+                self._drop_slots()
             if (kept := self.handle.face.kept) is not None and kept.shows:
                 kept.release()
         if self._taken is None:
@@ -273,7 +272,8 @@ class Gradients:
         self._forget_expectations()
         if total is None:
             self.unstash_grads()
-            self.accumulation.show_window(self.slots)
+            if self.marks is not None:
+                self.marks.show(self.slots, self.accumulation.awaited)
             return False
         if self.accumulation.partial is not None or not self.completes:
             self.accumulation.keep_partial(*((None, set()) if self.completes else (total, contributed)))
@@ -342,6 +342,8 @@ class Gradients:
         return lost
 
     def _drop_slots(self) -> None:
+        if self.marks is not None:
+            self.marks.end(self.slots)
         self.slots.free()
         self.slots = GradientSlots(self._memory, self.handle.precision.reduce, self.slots.factor)
         self.accumulation.close_window()

@@ -21,12 +21,12 @@ from ..base import _dtensor
 from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
-from ..flat.gradient_slots import Accumulation
 from ..models import param_registry as registry
-from ..models.rest import before_step, open_windows
+from ..models.rest import before_step
 from ..runtime.model import Model
 from .optimizer_options import compare_options, is_compared
 from .setup_checks import check_registered
+from .window_marks import WindowMarks, open_windows
 
 
 class _CheckedOptimizer(NamedTuple):
@@ -94,7 +94,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
     return known
 
 
-def _check_reduced(optimizer: torch.optim.Optimizer, windows: list[Accumulation]) -> None:
+def _check_reduced(optimizer: torch.optim.Optimizer, windows: list[WindowMarks]) -> None:
     """Warn if `optimizer` would step on gradients of `windows`, which are not reduced over ranks."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(window.is_stepped_by(held) for window in windows) and is_new("unreduced"):

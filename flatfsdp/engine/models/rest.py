@@ -21,7 +21,6 @@ from ...errors import UsageError, refuse_type
 from ..base import _torch
 from ..base.overrides import is_memoryless
 from ..base.peers import Peers
-from ..flat.gradient_slots import Accumulation
 from ..flat.sources import DEVICE
 from ..flat.states import IDLE, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
@@ -189,16 +188,6 @@ def before_norm(model: Model, call: str) -> None:
     for unit in model.units:
         if unit.phase is not IDLE:
             check_idle(unit, call)
-
-
-def open_windows(model: Model) -> list[Accumulation]:
-    """The sums of microbatches without synchronization in `model`, of this rank's data alone."""
-    return [
-        grads.accumulation
-        for unit in model.units
-        for grads in unit.grads
-        if grads.accumulation.window_open and not grads.handle.is_unsharded_at_rest
-    ]
 
 
 def reduce_left(model: Model) -> None:

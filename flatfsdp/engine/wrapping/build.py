@@ -56,6 +56,7 @@ from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
+from ..guards.window_marks import attach_marks
 from ..layout.layout import FlatLayout, PartOfWhole
 from ..models.introduction import introduce, own_pieces
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
@@ -392,6 +393,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
     resources = Resources(Device(settings.device), tracker, EXCHANGES, limit_all_gathers=settings.limit_all_gathers)
     attach_residuals(unit)
+    attach_marks(unit)
     agreement = Agreement(check_values=settings.check_values)
     for axis in (unit.axes.own.scatter, unit.axes.own.replicate):
         if axis is not None and axis.size > 1:

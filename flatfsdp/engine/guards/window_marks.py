@@ -1,0 +1,140 @@
+"""The gradients of a window, shown as `.grad`, so that what a program does with these applies to the window.
+
+[Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
+rank's slice of it. If user code sets a parameter's `.grad` to None or zero, or replaces it, the next backward drops
+that parameter's gradients from the window. If user code still holds such a slice by then, the slice keeps its values,
+and the window continues in other memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import UsageError
+from ..base import _torch
+from ..flat.faces import assign_grad
+from ..flat.flat_param import FlatParamHandle
+from ..flat.gradient_slots import GradientSlots
+from ..runtime.model import Model
+from ..runtime.unit import Unit
+
+
+def attach_marks(unit: Unit) -> None:
+    """Show the windows of `unit`, which is new."""
+    for grads in unit.grads:
+        grads.marks = WindowMarks(grads.handle)
+
+
+def open_windows(model: Model) -> list[WindowMarks]:
+    """The marks of sums of microbatches without synchronization in `model`, which are of this rank's data alone."""
+    return [
+        grads.marks
+        for unit in model.units
+        for grads in unit.grads
+        if grads.accumulation.window_open and not grads.handle.is_unsharded_at_rest
+        if isinstance(grads.marks, WindowMarks)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowGrad:
+    """The `.grad` of a parameter as a window left it, and the indices of its slots."""
+
+    parameter: torch.Tensor
+    grad: torch.Tensor
+    local: torch.Tensor  # this rank's part of it
+    version: int
+    indices: tuple[int, ...]
+    is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the parameter still has it."""
+        return self.parameter.grad is self.grad
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether it was written to."""
+        return self.grad._version + self.local._version != self.version
+
+
+class WindowMarks:
+    """The marks of one handle's window."""
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle = handle
+        self._grads: list[WindowGrad] = []
+        self._alone: tuple[float, ...] | None = None  # the users of the memory before it was shown, if it was
+
+    def is_stepped_by(self, held: Container[int]) -> bool:
+        """Whether an optimizer with these parameters, by their ids, would step on gradients that a window left."""
+        return any(mark.is_there and id(mark.parameter) in held for mark in self._grads)
+
+    def show(self, slots: GradientSlots, awaited: frozenset[int]) -> None:
+        """Show each parameter's share of the window in `slots` as its `.grad`."""
+        if slots.buffer is None:
+            return
+        handle, self._alone = self._handle, _users(slots.buffer.tensor)
+        for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor, awaited):
+            grad = parameter.grad
+            if is_ours := grad is None:
+                # `.data` has a version counter of its own: editing one mark does not change its neighbors' versions.
+                own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
+                grad = handle.face.like_holder(indices, own)
+                assign_grad(parameter, grad)
+            assert grad is not None
+            local = handle.face.local_of(grad)
+            version = grad._version + local._version
+            self._grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
+
+    def take_back(self, slots: GradientSlots) -> bool:
+        """Drop from the window in `slots` the gradients that the user dropped; remove the marks that the window made.
+        False if no gradient is left in it."""
+        marks, self._grads = self._grads, []
+        changed = [mark for mark in marks if mark.is_there and mark.was_changed]
+        edited = [mark for mark in changed if mark.local.any()]
+        ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
+        if ours:
+            raise UsageError(
+                f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward under "
+                "no_sync(). Until gradients are synchronized, .grad shows only a part of the accumulated gradients; "
+                "edit it after a backward outside of no_sync(), or drop it with zero_grad()"
+            )
+        # An empty piece looks zero after any edit; its neighbors show it.
+        zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
+        dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
+        for mark in marks:
+            if mark.is_ours and mark.is_there:
+                mark.parameter.grad = None
+        for mark in dropped:
+            slots.filled.difference_update(mark.indices)
+        if marks and len(dropped) == len(marks):
+            return False
+        if (shown := self._leave_held(slots)) is not None:
+            slots.open().tensor.copy_(shown)
+        return True
+
+    def end(self, slots: GradientSlots) -> None:
+        """The window in `slots` is dropped."""
+        self._grads = []
+        self._leave_held(slots)
+
+    def _leave_held(self, slots: GradientSlots) -> torch.Tensor | None:
+        """Leave the memory of `slots` to user code, if that still holds part of what was shown."""
+        alone, self._alone = self._alone, None
+        if slots.buffer is None or alone in (None, _users(slots.buffer.tensor)):
+            return None
+        return slots.disown()
+
+
+def _users(tensor: torch.Tensor) -> tuple[float, ...]:
+    """The reference counts of the storage, whether it is resizable, and its address: a value that changes when other
+    code gets a reference to the memory."""
+    if type(tensor) is not torch.Tensor:  # in a dry run
+        return ()
+    storage = tensor.untyped_storage()
+    return _torch.storage_uses(storage._cdata), sys.getrefcount(storage), storage.resizable(), storage.data_ptr()
