@@ -133,7 +133,7 @@ class ParamViews:
             change_classes(handle.leaves, self._hidden)
 
     def show(self, mode: ViewMode) -> None:
-        """Let leaves and holders show what `mode` says. [Note: view modes]"""
+        """Let leaves and holders show `mode`. [Note: view modes]"""
         handle, before = self.handle, self.mode
         face = handle.face
         self.mode = mode
