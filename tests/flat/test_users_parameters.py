@@ -406,6 +406,27 @@ def test_hooks_of_a_frozen_parameter_run_when_it_is_trained_again(settings: dict
         calls.clear()
 
 
+@SETTINGS
+def test_hooks_that_a_backward_registers_before_it_reaches_their_unit_run(settings: dict[str, Any]) -> None:
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **settings)
+    weight = next(model.parameters())
+    shapes: list[torch.Size] = []
+    final: list[Tensor] = []
+
+    def register(grad: Tensor) -> None:
+        if not shapes:
+            weight.register_hook(lambda grad: shapes.append(grad.shape))
+            weight.register_post_accumulate_grad_hook(lambda parameter: final.append(parameter.grad.clone()))
+
+    for steps in (1, 2):
+        output = model(torch.ones(2, 4)).float()
+        output.register_hook(register)
+        output.square().sum().backward()
+        assert shapes == [(4, 4)] * steps
+        assert len(final) == steps and weight.grad is not None and torch.equal(final[-1], weight.grad)
+        model.zero_grad()
+
+
 # -- recurrent modules -------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from flatfsdp.engine.cpu import exchange as exchanges
 from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
 from flatfsdp.engine.features.deferred_gradients import defers
+from flatfsdp.engine.features.gradient_hooks import GradientHooks
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
 from flatfsdp.engine.models.walks import units_in
@@ -483,7 +484,8 @@ def does_what_is_chosen(model: Any) -> bool:
 
 def waits_for_gradients(model: Any) -> bool:
     """Whether a gradient accumulation node is held for the next backward."""
-    return bool(_model(model).accumulators.expects_gradients)
+    hooks = _model(model).observers.find(GradientHooks)
+    return hooks is not None and bool(hooks.expects_gradients)
 
 
 def drop_observers(model: Any, *, all_of_them: bool = False) -> None:

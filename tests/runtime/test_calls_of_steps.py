@@ -161,7 +161,7 @@ def test_rows_and_dtensors_take_at_most_a_quarter_more_calls() -> None:
 ENGINE = Path(flatfsdp.__file__).parent / "engine"
 # Files for features only: the calls of a step into them while all features are off, for any number of units.
 OFF = {
-    "features/": 2,
+    "features/": 9,  # seven of these look for hooks of users on gradients
     "runtime/turns.py": 2,
     "guards/deferred_grad.py": 0,
 }

@@ -122,6 +122,10 @@ class Observer:
     def forward_ended(self, unit: Any, output: Any, *, outermost: bool) -> None:
         """Called when the forward of `unit` has computed `output`; not in a recomputation."""
 
+    def training_begins(self, units: Any) -> None:
+        """Called when a forward with gradients of a model of these `units` begins, or a user requests one of them
+        outside of a forward; may raise."""
+
     def backward_reaches(self) -> None:
         """Called when a backward reaches a unit; may raise."""
 
@@ -137,6 +141,10 @@ class Observer:
         """The finisher of the backward that begins; None if this observer does not define one. That of the last
         observer counts. `sync`: whether there are units that reduce."""
 
+    def backward_begins(self, units: Any) -> None:
+        """Called before gradients of the `units` of a model arrive in a backward; and for a unit that it reaches later
+        if hooks were registered on any tensors since; may raise."""
+
     def gradient_came(self, unit: Any, kind: int, index: int, grad: Any) -> None:
         """Called for this rank's gradient of an unsharded parameter: of leaf `index` of a handle of `unit`."""
 
@@ -145,6 +153,9 @@ class Observer:
 
     def backward_ends(self) -> None:
         """Called when all gradients of a backward are reduced, before they become `.grad` (except those stepped on)."""
+
+    def gradients_complete(self, finished: Any) -> None:
+        """Called with units and those of their handles whose sharded gradients have become `.grad` and are complete."""
 
     def backward_ended(self, backward: Any) -> None:
         """Called when the gradients of `backward` are complete, except for units that finish later."""
@@ -174,13 +185,16 @@ class Observers:
     first_gather_agreed: tuple[Callable[[], None], ...]
     forward_begins: tuple[Callable[..., None], ...]
     forward_ended: tuple[Callable[..., None], ...]
+    training_begins: tuple[Callable[..., None], ...]
     backward_reaches: tuple[Callable[[], None], ...]
     backward_agreed: tuple[Callable[..., None], ...]
     forward_order: tuple[Callable[[Any], Any], ...]
     finisher: tuple[Callable[..., Any], ...]
+    backward_begins: tuple[Callable[..., None], ...]
     gradient_came: tuple[Callable[..., None], ...]
     reduced: tuple[Callable[..., None], ...]
     backward_ends: tuple[Callable[..., None], ...]
+    gradients_complete: tuple[Callable[..., None], ...]
     backward_ended: tuple[Callable[..., None], ...]
 
     def __init__(self) -> None:

@@ -12,10 +12,10 @@ from ..flat.gradients import Gradients
 from ..flat.reduction import ReductionInput
 from ..guards.deferred_grad import PendingGradients, can_defer
 from ..runtime.finish import Finished, Finisher
-from ..runtime.grad_accumulators import GradAccumulators
 from ..runtime.model import Model, model_of
 from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
+from .gradient_hooks import GradientHooks
 
 
 class DeferredGradients(Observer):
@@ -30,7 +30,7 @@ class DeferredGradients(Observer):
         model = self._model()
         if model is None or model.observers.backward_ends:
             return None
-        return DeferLast(model.agreement, model.accumulators)
+        return DeferLast(model.agreement, model.observers.find(GradientHooks))
 
 
 def defers(model: Model) -> bool:
@@ -56,9 +56,9 @@ class DeferLast(Finisher):
 
     ends_with_all = False
 
-    def __init__(self, agreement: Peers, accumulators: GradAccumulators) -> None:
+    def __init__(self, agreement: Peers, gradient_hooks: GradientHooks | None) -> None:
         self._agreement = agreement  # not the model: pending gradients would form a reference cycle with it
-        self._accumulators = accumulators
+        self._gradient_hooks = gradient_hooks
         self._left: Sequence[Unit] = ()
 
     def leaves(self, units: Sequence[Unit]) -> bool:
@@ -75,8 +75,9 @@ class DeferLast(Finisher):
 
     def _can_wait(self, unit: Unit) -> bool:
         """Whether gradients of `unit` are only read through `.grad`, which can be made to wait."""
-        nobody_else = self._accumulators.expects_gradients.isdisjoint(unit.handles)
-        return nobody_else and all(map(can_defer, steppable_of(unit)))
+        if self._gradient_hooks is not None and not self._gradient_hooks.expects_gradients.isdisjoint(unit.handles):
+            return False
+        return all(map(can_defer, steppable_of(unit)))
 
     def _defer(self, units: Sequence[Unit]) -> None:
         finishes = [finish for unit in units for finish in _finalize_later(unit)]

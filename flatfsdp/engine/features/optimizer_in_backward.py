@@ -30,7 +30,6 @@ from ..models.rest import check_outside, outermost_model
 from ..runtime.finish import Finished, Finisher
 from ..runtime.model import Model
 from ..runtime.unit import Unit
-from ..runtime.user_hooks import run_user_hooks
 from ..state.optim.descriptions import alike
 from ..state.optim.optimizer_clone import copy_over, step_alone
 
@@ -122,7 +121,7 @@ class StepInBackward(Finisher):
         self._optimizers = optimizers
         self._sync = sync
         self._streams, self._agreement = model.resources.streams, model.agreement
-        self._observers, self._accumulators = model.observers, model.accumulators
+        self._observers = model.observers
         # Settled before this backward shows more: its late gradients come late. Units of branches come in any order.
         iteration = model.iteration
         come_once = frozenset(unit for unit in iteration.record.anchored if unit.leaves.single_use)
@@ -163,8 +162,8 @@ class StepInBackward(Finisher):
         if complete:
             self._stepped[unit] = None
             unit.record_event("step")
-            run_user_hooks([(unit, complete)])
-            self._accumulators.run(complete)
+            for observe in self._observers.gradients_complete:
+                observe([(unit, complete)])
         if handles:
             parameters = [parameter for handle in handles for parameter in handle.face.holders]
             for optimizer in self._optimizers:

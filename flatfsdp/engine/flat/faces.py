@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..base import autograd as hooks
 from ..layout.layout import FlatLayout, ParamSpec
 from .layout_views import ShardViews, shard_of
 from .param_refs import ParamRef
@@ -210,11 +209,6 @@ class Face(Protocol):
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
         leaves to distributed holders. Called only if these differ."""
 
-    def take_hooks(self, refuse: Callable[[], None], *, on_leaves: bool, on_holders: bool) -> None:
-        """A backward begins: let hooks of users, which may be `on_leaves` or `on_holders` that are apart, run on the
-        gradients that they expect, or `refuse` those that would never run."""
-        refuse()
-
     def take_grads(self) -> Mapping[int, torch.Tensor]:
         """A backward begins: leave no `.grad` on the leaves, some of which have one. Returns those of leaves that are
         holders, by index."""
@@ -339,10 +333,6 @@ class OriginalFace(Face):
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
         return [leaf.grad for leaf in self.holders]
-
-    def take_hooks(self, refuse: Callable[[], None], *, on_leaves: bool, on_holders: bool) -> None:
-        if on_leaves:
-            hooks.defer_user_hooks(self.leaves)
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         leaves, fits = self.holders, total.dtype == self._dtype

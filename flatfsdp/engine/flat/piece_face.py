@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ..base import _torch
-from ..base import autograd as hooks
 from ..layout.layout import FlatLayout, ParamSpec
 from .apart_face import ApartFace
 from .faces import Face, OriginalFace, Sums, adoptions, assign_grad
@@ -65,7 +63,6 @@ class PieceFace(ApartFace):
         self.private = self.leaves
         self.originals = self.graded = self.pieces = self.refusing = self.holders
         self._layout = layout
-        self._following: set[int] = set()  # the leaves on whose gradients hooks of their holders run
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
@@ -94,21 +91,6 @@ class PieceFace(ApartFace):
 
     def list_whole(self, param_ref: ParamRef) -> None:
         param_ref.hold(self.holders[self._index[id(param_ref.leaf)]])
-
-    def take_hooks(self, refuse: Callable[[], None], *, on_leaves: bool, on_holders: bool) -> None:
-        if on_leaves:
-            hooks.defer_user_hooks(self.leaves)
-        if on_holders:
-            self._follow_hooks()
-
-    def _follow_hooks(self) -> None:
-        """Let hooks of `register_hook()` on holders run on the gradients of their leaves. [Note: two lives]"""
-        with _torch.as_plain_tensors():  # holders refuse to be used
-            for index, (leaf, holder) in enumerate(zip(self.leaves, self.holders, strict=True)):
-                # A frozen one has no gradient now; torch refuses hooks on it.
-                if leaf.requires_grad and index not in self._following and hooks.hooks_of_users(holder):
-                    self._following.add(index)
-                    hooks.follow(leaf, holder)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

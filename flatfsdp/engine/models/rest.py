@@ -248,7 +248,8 @@ def unshard(unit: Unit) -> None:
     if not iteration.in_forward:
         quiesce([unit], shards=False)
         if torch.is_grad_enabled():
-            model.accumulators.look_before_forward(model.units)
+            for observe in model.observers.training_begins:
+                observe(model.units)
     model.agreement.check_request(unit.place.index, "unshard")
     if not iteration.in_forward:
         model.resources.streams.unshard.follow_compute()

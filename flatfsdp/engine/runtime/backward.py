@@ -28,13 +28,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from torch.utils.hooks import RemovableHandle
-
 from ...api import BackwardPrefetch
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.peers import Peers
-from ..flat.faces import adoptions
 from ..flat.flat_param import indices_of
 from ..flat.reduction import Reduction
 from ..flat.states import POST_BACKWARD
@@ -48,7 +45,6 @@ from .model_facts import lacking_in, leave_out
 from .turns import Turns
 from .unit import Unit
 from .unit_collectives import Apart
-from .user_hooks import defer_user_hooks
 
 _REQUIRES_GRAD, _ADVANCES_IN_WAITS = attrgetter("requires_grad"), attrgetter("advances_in_waits")
 BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
@@ -328,14 +324,7 @@ class Backward:
         compute. Returns whether there are any, or some that earlier backwards have left."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
         sync, participates = self._rules[unit].reduces, False
-        # Each registration of a hook, on any tensor, increments a counter of torch. So holders are looked at only if it
-        # has increased since they had no hooks, or if a user's parameter has become a holder.
-        as_of = RemovableHandle.next_id, adoptions.count
-        for kind, (handle, _, grads) in enumerate(unit.kinds):
-            registries = unit.leaves.hooked[kind].values()
-            on_leaves = sum(map(len, registries)) > len(registries)  # more than our own
-            if on_leaves or unit.leaves.unhooked_as_of.get(kind) != as_of:
-                defer_user_hooks(unit, kind, on_leaves=on_leaves)
+        for handle, _, grads in unit.kinds:
             transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
             expects = grads.expect_gradients(
                 indices_of(handle.face.flags or tuple(map(_REQUIRES_GRAD, handle.leaves))),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import InternalError, UsageError, fail
 from ..base import _functorch, _torch
@@ -26,7 +27,6 @@ from ..schedule.forward_schedule import ForwardRecord
 from . import late_gradients
 from .backward import Backward, rules_of
 from .finish import Finisher
-from .grad_accumulators import GradAccumulators
 from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
 from .setup import Setup
@@ -52,7 +52,6 @@ class BackwardHooks:
     setup: Setup
     iteration: Iteration
     agreement: Peers
-    accumulators: GradAccumulators
     observers: Observers
     coalescer: Apart
     sync: bool = True
@@ -62,6 +61,7 @@ class BackwardHooks:
     # A cache by `sync`, and the version of the options for which it is valid.
     _exceptions_by_sync: dict[bool, Exceptions] = field(default_factory=dict)
     _exceptions_version: int = -1
+    _hooks_as_of: int = -1  # when hooks of users were last looked at, of all units
 
     def attach(self, unit: Unit) -> None:
         """Drive the backwards of `unit`."""
@@ -74,14 +74,17 @@ class BackwardHooks:
 
     # -- a backward --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Backward:
-        """The running backward; its first hook plans it."""
+    def begin(self, unit: Unit) -> Backward:
+        """The running backward, which reaches `unit`; its first hook plans it."""
         for observe in self.observers.backward_reaches:
             observe()
         iteration = self.iteration
         if iteration.backward is not None:
             schedule = iteration.backward.schedule
             schedule.double = schedule.double or torch.is_grad_enabled()
+            if RemovableHandle.next_id != self._hooks_as_of:  # torch counts all hooks that are registered
+                for look in self.observers.backward_begins:
+                    look((unit,))
             return iteration.backward
         if not _torch.in_backward():
             raise InternalError(f"unit {self.setup.outermost.label}: a gradient arrived outside of a backward")
@@ -101,7 +104,9 @@ class BackwardHooks:
         iteration.begin_backward(backward)
         if backward.schedule.brings:
             backward.collect(watched=bool(self.observers.gradient_came))
-        self.accumulators.look_before_backward(self.setup.units)
+        for look in self.observers.backward_begins:
+            look(self.setup.units)
+        self._hooks_as_of = RemovableHandle.next_id
         with _torch.as_plain_tensors():
             for grads in [grads for unit in record.begun for grads in unit.grads]:
                 grads.stash_grads()
@@ -121,7 +126,7 @@ class BackwardHooks:
         def begin(grad: torch.Tensor) -> None:
             unit, driver = held.unit(), held.driver()
             if unit is not None and driver is not None and unit.phase is IDLE and driver.iteration.backward is None:
-                driver.begin()
+                driver.begin(unit)
 
         for leaf in unit.trainable_leaves():
             if id(leaf) not in known:
@@ -225,7 +230,7 @@ class BackwardHooks:
             )
         if unit.phase is FORWARD:
             _refuse_inside_forward(unit)
-        backward, own = self.begin(), unit.backward
+        backward, own = self.begin(unit), unit.backward
         if self.iteration.substitutes.kept:
             self.iteration.substitutes.before_backward(unit)
         if call is None:
@@ -287,7 +292,7 @@ class BackwardHooks:
             if unit.phase is FORWARD:
                 set_own_grad(unit.handles[kind].leaves[index], None)  # the unsharded gradient
                 _refuse_inside_forward(unit)
-            backward = self.begin()
+            backward = self.begin(unit)
             backward.participate(unit)
             unit.enter_phase(PRE_BACKWARD)
         own, leaf = unit.backward, unit.handles[kind].leaves[index]

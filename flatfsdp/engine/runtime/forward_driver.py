@@ -26,7 +26,6 @@ from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_p
 from ..schedule.actions import Action
 from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from .backward_hooks import BackwardHooks, GradientHook, UnitHooks
-from .grad_accumulators import GradAccumulators
 from .gradient_flow import GradientFlow
 from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
 from .model_facts import trained_parameters
@@ -66,7 +65,6 @@ class ForwardDriver:
     iteration: Iteration
     resources: Resources
     agreement: Peers
-    accumulators: GradAccumulators
     observers: Observers
     coalescer: Apart
     backwards: BackwardHooks
@@ -103,7 +101,8 @@ class ForwardDriver:
                 iteration.retire_requests()
             setup.write_back(setup.units)
             if training:
-                self.accumulators.look_before_forward(setup.units)
+                for observe in self.observers.training_begins:
+                    observe(setup.units)
                 agreement.compare_values(setup.checksums)
         except BaseException:
             iteration.close(Outcome.ABANDONED)

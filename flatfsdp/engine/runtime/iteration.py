@@ -28,13 +28,11 @@ from ..flat.views import SHOWS_SHARD, check_left
 from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
 from .finish import Awaited, Finisher
-from .grad_accumulators import GradAccumulators
 from .resources import Resources
 from .substitutes import KeptSubstitutes
 from .turns import PLAIN
 from .unit import Unit
 from .unit_state import UnitBackward
-from .user_hooks import run_user_hooks
 from .user_writes import check_left_unsharded, retire_request
 
 
@@ -102,7 +100,6 @@ class Iteration:
         units: Sequence[Unit],
         resources: Resources,
         agreement: Peers,
-        accumulators: GradAccumulators,
         observers: Observers,
     ) -> None:
         """`units`: the list of the model itself, which may change."""
@@ -120,7 +117,6 @@ class Iteration:
         self._units = units
         self._resources = resources
         self._agreement = agreement
-        self._accumulators = accumulators
         self._observers = observers
 
     def enter(self, stage: Stage) -> None:
@@ -345,12 +341,8 @@ class Iteration:
         rest()
         if not retained:
             self._resources.events.append(("end", "", UNIT_IDLE.value))
-        if self._accumulators.expects_gradients:
-            for unit, complete in finished:
-                run_user_hooks([(unit, complete)])
-                self._accumulators.run(complete)
-        else:
-            run_user_hooks(finished)
+        for observe in self._observers.gradients_complete:
+            observe(finished)
         if not (retained or backward is None):
             for observe in self._observers.backward_ended:
                 observe(backward)

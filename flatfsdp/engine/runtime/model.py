@@ -21,7 +21,6 @@ from ..base.events import Observers
 from ..base.peers import Peers
 from .backward_hooks import BackwardHooks
 from .forward_driver import ForwardDriver
-from .grad_accumulators import GradAccumulators
 from .iteration import Iteration
 from .model_facts import steppable_of
 from .resources import ModelSettings, Resources
@@ -43,7 +42,6 @@ class Model:
         agreement: the comparisons between ranks.
         forwards, backwards: the drivers of these.
         coalescer: the groups of units that share their collectives.
-        accumulators: nodes of autograd that the program holds.
         observers: the attached features. [Note: observers]
     """
 
@@ -59,18 +57,16 @@ class Model:
         collectives; by default they do not."""
         self.resources = resources
         self.observers = observers = Observers()
-        self.accumulators = accumulators = GradAccumulators()
         self.agreement = agreement = Peers() if agreement is None else agreement
         self.coalescer = coalescer = Apart() if coalescer is None else coalescer
         self.setup = setup = Setup([unit], settings, resources, agreement, coalescer, observers)
         self.units = [unit]
-        self.iteration = iteration = Iteration(setup.units, resources, agreement, accumulators, observers)
+        self.iteration = iteration = Iteration(setup.units, resources, agreement, observers)
         shared: dict[str, Any] = {
             "setup": setup,
             "iteration": iteration,
             "agreement": agreement,
             "observers": observers,
-            "accumulators": accumulators,
             "coalescer": coalescer,
         }
         self.backwards = BackwardHooks(**shared)
@@ -108,7 +104,6 @@ class Model:
         for part in dict.fromkeys(parts.values()):
             part.release(nested)
             self.agreement.loaded |= part.agreement.loaded
-            self.accumulators.adopt(part.accumulators)
         for unit, part in parts.items():
             self.backwards.adopt(unit, part.backwards)
             self._take(unit)

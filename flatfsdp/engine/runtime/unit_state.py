@@ -170,7 +170,6 @@ class WatchedLeaves:
 
     Attributes:
         hooked: by kind, the leaves that notify when their gradient has arrived, with all hooks that they have.
-        unhooked_as_of: by kind, when holders that are no leaves were last found to have no hooks.
         before_first: ids of the leaves that notify before the first gradient of the unit arrives.
         before_any: ids of the leaves that notify before a gradient is accumulated in them.
         single_use: whether each gradient has arrived once and in the backward's own graph task, so far. [Note: slot
@@ -183,7 +182,6 @@ class WatchedLeaves:
 
     def __init__(self, kinds: int, flat_refs: Iterable[ParamRef]) -> None:
         self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
-        self.unhooked_as_of: dict[int, tuple[int, int]] = {}
         self.before_first: set[int] = set()
         self.before_any: set[int] = set()
         self.single_use: bool | None = None

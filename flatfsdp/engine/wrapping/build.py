@@ -40,6 +40,7 @@ from ..features.coalescing import coalescer_for
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
 from ..features.error_feedback import attach_residuals
+from ..features.gradient_hooks import attach_gradient_hooks
 from ..features.halfway import attach_halfway
 from ..features.persistent_params import attach_persistent_params
 from ..features.pipelines import serve_stages
@@ -403,6 +404,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     model.setup.introduce = introduce
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
+    attach_gradient_hooks(model, nested)
     check_values_of(model, nested)
     defer_as(model, nested)
     model.adopt(nested)
