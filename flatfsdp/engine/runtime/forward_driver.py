@@ -277,7 +277,7 @@ class ForwardDriver:
         if (listing := unit.leaves.listing).leaves:
             called = functools.partial(listing.during, called)
         if unit.phase is SUMMONED:
-            return self._run_summoned(unit, args, kwargs, called)
+            return unit.run_summoned(unit, args, kwargs, called)
         iteration = self.iteration
         outermost = iteration.depth == 0
         if outermost:
@@ -341,29 +341,6 @@ class ForwardDriver:
         called = functools.partial(_functorch.inside, call)
         with _functorch.outside():
             return self.run(unit, args, kwargs, call=called, **how)
-
-    def _run_summoned(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], called: Callable[..., Any]
-    ) -> Any:
-        """Run `called` with the parameters that `summon_full_params()` shows. No communication, except that of units
-        inside that are not summoned."""
-        if torch.is_grad_enabled():
-            raise UsageError(
-                f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
-                "back later; leave the context first. Without gradients (torch.no_grad()) it may run there"
-            )
-        if any(views.mode is not SHOWS_UNSHARDED for each in (unit, *unit.owning_units) for views in each.views):
-            raise UsageError(
-                f"unit {unit.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
-                "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
-            )
-        given = Given()
-        given.args, given.kwargs = args, kwargs
-        try:
-            given.substitute(device=self.resources.device.device, dtype=None)
-            return called(*given.args, **given.kwargs)
-        finally:
-            given.return_places()
 
     def _before(
         self, unit: Unit, outermost: bool, recomputing: bool, given: Given, *, runs: bool

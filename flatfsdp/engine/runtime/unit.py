@@ -63,6 +63,7 @@ class Unit:
         groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
         options: chosen by users; resolved: the values that follow from them, once the unit is connected.
         model: the model that it belongs to, held weakly; None once that was deleted.
+        run_summoned: runs a method of its module with arguments while the unit is SUMMONED; set by what summons it.
         phase: [Note: states].
         backward: the progress of its backward.
     """
@@ -70,6 +71,7 @@ class Unit:
     resources: Resources
     resolved: Resolved
     model: Callable[[], Any]
+    run_summoned: Callable[[Unit, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 
     def __init__(
         self,

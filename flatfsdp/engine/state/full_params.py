@@ -5,9 +5,10 @@ Summoned parameters lie in memory of their own, in the master dtype, so that ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +20,14 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
 from ..flat.param_refs import ParamRef, check_param_refs
 from ..flat.states import IDLE, SUMMONED
-from ..flat.views import unaliased
+from ..flat.views import SHOWS_UNSHARDED, unaliased
 from ..models.rest import collective_call, quiesce
 from ..models.spread import own_axes
 from ..models.walks import register_leaves
 from ..runtime.model import model_of
 from ..runtime.model_facts import names_of_leaves
 from ..runtime.module_tree import put_at_rest
+from ..runtime.substitutes import Given
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
 from ..transports.blocking import all_reduce_now
@@ -241,6 +243,28 @@ def _check_summonable(unit: Unit, *, with_grads: bool) -> None:
         )
 
 
+def _run_summoned(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], called: Callable[..., Any]) -> Any:
+    """Run `called` with the parameters that modules of `unit` show. No communication, except that of units inside that
+    are not summoned."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            f"unit {unit.label}: forward inside summon_full_params() would train on parameters that are written "
+            "back later; leave the context first. Without gradients (torch.no_grad()) it may run there"
+        )
+    if any(views.mode is not SHOWS_UNSHARDED for each in (unit, *unit.owning_units) for views in each.views):
+        raise UsageError(
+            f"unit {unit.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
+            "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
+        )
+    given = Given()
+    given.args, given.kwargs = args, kwargs
+    try:
+        given.substitute(device=unit.resources.device.device, dtype=None)
+        return called(*given.args, **given.kwargs)
+    finally:
+        given.return_places()
+
+
 @contextmanager
 def summon(
     units: Sequence[Unit],
@@ -270,7 +294,7 @@ def summon(
                     if not summoned[-1].keep and not writeback:
                         summoned[-1].flat = summoned[-1].flat.new_empty(0)
         for unit in units:
-            unit.phase = SUMMONED
+            unit.phase, unit.run_summoned = SUMMONED, _run_summoned
             undo.callback(setattr, unit, "phase", IDLE)
         for each in summoned:
             each.show()
