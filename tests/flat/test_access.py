@@ -235,6 +235,31 @@ def test_summon_in_all_combinations(with_grads: bool, pool2: Run) -> None:
     assert not joined(pool2(summoned, with_grads, ALL if is_thorough() else HALVES[with_grads], timeout=60))
 
 
+def dropped(rank: int, world: int, original: bool) -> list[bool]:
+    """Gradients that are dropped, and given, inside; by the rank that sees them."""
+    found = []
+    for rank0_only in (False, True):
+        model = Setting(orig=original).wrap(seeded(Net), (Feedforward,))
+        train(model, rank)
+        grads = full_gradients(model)
+        first, second, *others = grads
+        with summon(model, rank0_only=rank0_only, with_grads=True):
+            if rank == 0 or not rank0_only:
+                named = dict(model.named_parameters())
+                named[first].grad = None
+                named[second].grad = torch.ones_like(named[second])
+        now = full_gradients(model)
+        found.append(now[first] is None if original else not bool(now[first].any()))
+        found.append(bool(torch.equal(now[second], torch.ones_like(now[second]))))
+        found += [torch.equal(now[name], grads[name]) for name in others]
+    return found
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_gradients_that_are_dropped_inside_a_summon_are_gone(original: bool, pool2: Run) -> None:
+    assert all(map(all, pool2(dropped, original, timeout=60)))
+
+
 def misplaced(rank: int, world: int) -> dict[str, str]:
     """The messages about unsharded parameters at a wrong time; then a good step, equal to one of an untouched model."""
     model, other = (Setting().wrap(seeded(Net), (Feedforward,)) for _ in range(2))

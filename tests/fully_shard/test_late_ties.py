@@ -182,8 +182,15 @@ def refused(rank: int, world: int) -> list[str]:
         tie(model)
         steps(model, [rank], 1)
 
+    def before() -> None:
+        model = net()
+        tie(model)
+        flatfsdp.fully_shard(model.embedding)
+        flatfsdp.fully_shard(model.head)
+
     found = []
     for what, words in (
+        (before, "'weight' of Linear is tied to a parameter of another unit .*as a list"),
         (later, "'weight' of unit 'head' was changed after wrapping: it was tied to 'embedding.weight'"),
         (one_object_in_two_places, "'head.weight' of unit <root> was changed .*tied to 'embedding.weight'"),
         (both_ways, "tied to '0.bias' after fully_shard.*neither comes first"),

@@ -1,4 +1,5 @@
-"""Writes to DTensors, by any means, while the unit of their parameters is kept unsharded."""
+"""Writes to shards, by any means, while the unit of their parameters is kept unsharded: to DTensors, and to original
+parameters of the wrapper."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
+from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -40,14 +44,18 @@ def data(parameters: list[Any]) -> None:
         each.data.mul_(0.5)
 
 
+def local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
 def data_of_local(parameters: list[Any]) -> None:
     for each in parameters:
-        each.to_local().data.add_(1.0)
+        local(each).data.add_(1.0)
 
 
 def numpys(parameters: list[Any]) -> None:
     for each in parameters:
-        each.to_local().numpy()[...] *= 0.5
+        local(each).numpy()[...] *= 0.5
 
 
 def in_place(parameters: list[Any]) -> None:
@@ -56,9 +64,9 @@ def in_place(parameters: list[Any]) -> None:
 
 
 def on_one_rank(parameters: list[Any]) -> None:
-    """Rows that the first rank has."""
-    if torch.distributed.get_rank() == 0:
-        parameters[0].to_local().data[0].fill_(3.0)
+    """What the first rank has."""
+    if dist.get_rank() == 0:
+        local(parameters[0]).data[0].fill_(3.0)
 
 
 WRITES: list[Write] = [
@@ -69,13 +77,17 @@ WRITES: list[Write] = [
     data_of_local,
     numpys,
     in_place,
-    on_one_rank,
+    on_one_rank,  # the last one
 ]
 
 
-def model_of(**options: Any) -> Any:
+def model_of(wrapped: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))  # of which the second rank has no row
+    if wrapped:
+        mixed = MixedPrecision(torch.bfloat16, torch.float32) if options.get("mp_policy") else None
+        policy = {nn.Linear}
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, mixed_precision=mixed, use_orig_params=True)
     for layer in (model[0], model[2]):
         flatfsdp.fully_shard(layer, **options)
     return flatfsdp.fully_shard(model, **options)
@@ -107,18 +119,24 @@ def frozen(model: Any) -> None:
     model(torch.ones(2, 4))
 
 
-KEPT = (after_backward, after_forward, requested, on_its_way, frozen)
+def frozen_on_the_host(model: Any) -> None:
+    model.keep_frozen_unsharded(on="host")
+    model(torch.ones(2, 4))
+
+
+FROZEN = (frozen, frozen_on_the_host)
+KEPT = (after_backward, after_forward, requested, on_its_way, *FROZEN)
 LOW = flatfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequence[Any]) -> list[str]:
+def outputs(rank: int, world: int, wrapped: bool, keep: Callable[[Any], None], policies: Sequence[Any]) -> list[str]:
     """The writes after which a model that was kept whole computes with other values than one that was not; "gathers"
     where it gathers without a write."""
     found = []
     for policy in policies:
         for write in WRITES:
-            kept, other = model_of(mp_policy=policy), model_of(mp_policy=policy)
-            if keep is frozen:
+            kept, other = model_of(wrapped, mp_policy=policy), model_of(wrapped, mp_policy=policy)
+            if keep in FROZEN:
                 kept.requires_grad_(False)
             parameters = [list(each.parameters()) for each in (kept, other)]
             keep(kept)
@@ -127,15 +145,15 @@ def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequen
                     write(each)
             if not torch.equal(kept(torch.ones(2, 4)), other(torch.ones(2, 4))):
                 found.append(f"{write.__name__}, {policy}")
-        model = model_of(mp_policy=policy)
-        if keep is frozen:
+        model = model_of(wrapped, mp_policy=policy)
+        if keep in FROZEN:
             model.requires_grad_(False)
         keep(model)
         with torch.no_grad():
             model(torch.ones(2, 4))  # requested, or kept: gathered already
         figures = flatfsdp.stats(model)
         figures.reset()
-        if keep in (after_forward, frozen):
+        if keep in (after_forward, *FROZEN):
             with torch.no_grad():
                 model(torch.ones(2, 4))
             if "all_gather" in figures.comm:
@@ -143,10 +161,54 @@ def outputs(rank: int, world: int, keep: Callable[[Any], None], policies: Sequen
     return found
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["fully_shard", "wrapper"])
 @pytest.mark.parametrize("keep", KEPT, ids=lambda keep: keep.__name__)
-def test_what_was_written_is_computed_with(keep: Callable[[Any], None], pool2: Run) -> None:
+def test_what_was_written_is_computed_with(keep: Callable[[Any], None], wrapped: bool, pool2: Run) -> None:
     policies = (None, LOW) if is_thorough() or keep is after_forward else (None,)
-    assert pool2(outputs, keep, policies, timeout=120) == [[], []]
+    assert pool2(outputs, wrapped, keep, policies, timeout=120) == [[], []]
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """The writes after a forward, whose output was dropped, that the next forward computes without: none."""
+    found = []
+    for write in WRITES[:-1]:
+        for reshard in (None, False):
+            model, other = model_of(reshard_after_forward=reshard), model_of()
+            both = [list(each.parameters()) for each in (model, other)]
+            model(torch.ones(2, 4))
+            with torch.no_grad():
+                for parameters in both:
+                    write(parameters)
+            try:
+                if not torch.equal(model(torch.ones(2, 4)), other(torch.ones(2, 4))):
+                    found.append(f"{write.__name__}, {reshard}")
+            except UsageError as error:
+                if "written to between forward and backward" not in str(error):
+                    found.append(str(error))
+    return found
+
+
+def test_what_was_written_after_a_forward_is_refused_by_the_next(pool2: Run) -> None:
+    assert pool2(refused, timeout=120) == [[], []]
+
+
+def on_their_way(rank: int, world: int, wrapped: bool) -> bool:
+    """Whether what is written while a unit is being gathered on request, after a forward without its backward, is what
+    the next forward computes with."""
+    model, other = model_of(wrapped), model_of(wrapped)
+    both = [list(each.parameters()) for each in (model, other)]
+    model(torch.ones(2, 4))
+    for layer in (model[0], model[2]):
+        layer.unshard(async_op=True)
+    with torch.no_grad():
+        for parameters in both:
+            in_place(parameters)
+    return torch.equal(model(torch.ones(2, 4)), other(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["fully_shard", "wrapper"])
+def test_what_was_written_on_the_way_after_a_forward_is_computed_with(wrapped: bool, pool2: Run) -> None:
+    assert pool2(on_their_way, wrapped, timeout=60) == [True, True]
 
 
 def toggled(rank: int, world: int) -> list[str]:
@@ -313,7 +375,7 @@ def requested_again(rank: int, world: int) -> list[str]:
     for keep in KEPT:
         for write in (lists, on_one_rank):
             kept, other = model_of(), model_of()
-            kept.requires_grad_(keep is not frozen)
+            kept.requires_grad_(keep not in FROZEN)
             both = [list(each.parameters()) for each in (kept, other)]
             keep(kept)
             layers = (kept[0], kept[2])

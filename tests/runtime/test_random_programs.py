@@ -903,10 +903,24 @@ def edit_gradients(player: Player) -> None:
 def edit_shards(player: Player) -> None:
     if player.exposed:
         return  # writes to unsharded parameters would be lost, and are errors
+    how = random.Random(f"edits {player.number} {player.turn}").choice(("in turn", "all", "data", "lists"))
     with torch.no_grad():
         for net in player.model, player.alone:
+            if how == "lists":
+                torch._foreach_mul_([*net.parameters()], 0.9)
+                continue
             for index, parameter in enumerate(net.parameters()):
-                (parameter.data if index % 2 else parameter).mul_(0.9)
+                by_data = index % 2 if how == "in turn" else how == "data"
+                (parameter.data if by_data else parameter).mul_(0.9)
+
+
+def drop_gradients_inside_summon(player: Player) -> None:
+    if not player.original:
+        return  # flat gradients get zeros
+    with FullyShardedDataParallel.summon_full_params(player.model, with_grads=True):
+        for net in player.model, player.alone:
+            for parameter in [*net.parameters()][::2]:
+                parameter.grad = None
 
 
 def assign_new_data(player: Player) -> None:
@@ -1088,11 +1102,12 @@ WHEN_REDUCED = [
     write,
     load,
     replace_inside_summon,
+    drop_gradients_inside_summon,
 ]
 
 
 # Missing from modules of fully_shard: nodes of unsharded parameters, and summons of parts.
-OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part, replace_inside_summon)
+OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part, replace_inside_summon, drop_gradients_inside_summon)
 # Operations on the parameters that modules hold, which must be those at rest.
 OF_HELD_PARAMETERS = (
     resume,

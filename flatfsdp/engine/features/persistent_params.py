@@ -45,8 +45,8 @@ class HostCache(KeptSource):
     def __init__(self, unsharded: UnshardedParam, *, tracker: MemoryTracker) -> None:
         """The host waits until `unsharded` is copied."""
         flat = unsharded.flat.detach()
-        self._tensor = pinned_like(flat)
-        self._tensor.copy_(flat)
+        self.copy: torch.Tensor = pinned_like(flat)
+        self.copy.copy_(flat)
         self._free = tracker.allocate("host copy", flat.nbytes)
         self.dtype = unsharded.dtype  # the compute dtype when it was made
         self.versions = ()
@@ -55,7 +55,7 @@ class HostCache(KeptSource):
         return dtype == self.dtype
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        return stream.upload(unsharded.flat, self._tensor)
+        return stream.upload(unsharded.flat, self.copy)
 
     def free(self) -> None:
         self._free()
@@ -178,7 +178,10 @@ class PersistentParams(Observer):
                     reported.setdefault("no longer frozen", []).append(unit.label)
             elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue
-            elif unit.kept.maybe_stale or (wanted is DEVICE and is_compared(unit, handle)):
+            elif not (ref.is_fetched or unit.kept.maybe_stale or handle.face.is_distributed):
+                self._due.append(ref)  # all ranks count the same writes
+                reported.setdefault("gathering frozen parameters to keep them", []).append(unit.label)
+            elif unit.kept.maybe_stale or is_compared(unit, handle):
                 self._maybe_stale.append(ref)
                 reported.setdefault("comparing kept parameters with their shards", []).append(unit.label)
             elif not ref.is_fetched:

@@ -89,7 +89,13 @@ class UnshardSource:
 
 
 class KeptSource(UnshardSource):
-    """A source with memory of its own, in addition to the shard."""
+    """A source with memory of its own, in addition to the shard.
+
+    Attributes:
+        copy: the unsharded parameter itself, if it stays between iterations.
+    """
+
+    copy: torch.Tensor | None = None
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the unsharded parameter may come from this source now, if the unit computes in `dtype`."""

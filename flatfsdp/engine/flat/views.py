@@ -470,7 +470,7 @@ def check_unwritten(views: ParamViews) -> None:
     # As `was_edited`, whose call every unit would take.
     if apart and (list(map(VERSION, handle.leaves)) != handle.writes.known or views.was_replaced):
         try:
-            _refuse_writes(views, "inside a forward")
+            refuse_writes(views, "inside a forward")
         finally:
             handle.face.take_back()  # else their values would be taken at rest
 
@@ -511,14 +511,14 @@ def check_exposed(views: ParamViews) -> None:
     if handle.state is UNSHARDED:
         with as_plain_tensors():
             if handle.writes.is_stale or views.was_replaced:
-                _refuse_writes(views, "between forward and backward")
+                refuse_writes(views, "between forward and backward")
 
 
 def check_places(views: ParamViews) -> None:
     """Refuse another forward, before the backward, where a user has given a module another parameter instead of a
     holder: its value is taken at rest, and until then its gradient would be lost."""
     if displaced := views.displaced:
-        _refuse_writes(views, "between forward and backward", displaced)
+        refuse_writes(views, "between forward and backward", displaced)
 
 
 def check_left(views: ParamViews) -> None:
@@ -536,7 +536,7 @@ def check_requested(views: ParamViews) -> None:
     handle = views.handle
     apart = handle.unsharded.buffer is not None
     if apart and handle.writes.was_edited:
-        _refuse_writes(views, "while they were unsharded by unshard()")
+        refuse_writes(views, "while they were unsharded by unshard()")
     rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in rows:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
@@ -552,7 +552,7 @@ def check_requested(views: ParamViews) -> None:
             )
 
 
-def _refuse_writes(views: ParamViews, when: str, indices: Iterable[int] = ()) -> NoReturn:
+def refuse_writes(views: ParamViews, when: str, indices: Iterable[int] = ()) -> NoReturn:
     """`indices`: of the parameters, if that is known."""
     views.show_anew()
     handle = views.handle

@@ -135,7 +135,7 @@ PRIVATE_NOTICED = ClassVariants(NoticedPrivate)
 _QUERIES = frozenset(
     "__get__ __set__ __delete__ __repr__ __hash__ __len__ __format__ size dim ndimension numel nelement stride "
     "storage_offset element_size is_contiguous is_floating_point is_complex is_signed get_device data_ptr "
-    "untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook".split()
+    "untyped_storage requires_grad_ is_inference register_hook register_post_accumulate_grad_hook".split()
 )
 # Properties that are the elements in another form.
 _READ = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))

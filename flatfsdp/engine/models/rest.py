@@ -269,8 +269,8 @@ def unshard(unit: Unit) -> None:
 
 
 def follow_before_request(unit: Unit, agreement: Peers, *, at_rest: bool) -> None:
-    """`follow_other_ranks` when a user requests `unit`, and the same for its parameters that stay on the device."""
-    stays = [handle for handle in unit.handles if handle.persistence is DEVICE]
+    """`follow_other_ranks` when a user requests `unit`, and the same for its parameters that stay unsharded."""
+    stays = [handle for handle in unit.handles if handle.persistence is not None]
     if stays and not unit.kept.maybe_stale and not any([is_compared(unit, handle) for handle in stays]):
         stays = []
     shows = at_rest or unit.shows_shard  # else a computation has used it since
@@ -278,7 +278,8 @@ def follow_before_request(unit: Unit, agreement: Peers, *, at_rest: bool) -> Non
         return
     with agreement.waiting(f"unshard() of unit {unit.label}"):
         follow_other_ranks((unit,), agreement)
-        if stays and agreement.any_rank(any([handle.state is SHARDED for handle in stays])):
+        missing = [handle.state is SHARDED and handle.kept_source is None for handle in stays]
+        if stays and agreement.any_rank(any(missing)):
             evict(unit)
 
 
@@ -287,7 +288,7 @@ def begin_request(unit: Unit, *, at_rest: bool) -> None:
     unit.kept.versions = [handle.writes.all for handle in unit.handles]
     unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
     compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
-    if compares and any([handle.face.is_distributed for handle in unit.handles]):
+    if compares and not all([handle.face.is_flat for handle in unit.handles]):
         shards = [(handle.shard.detach(), handle.has_memory) for handle in unit.handles]
         unit.kept.shards = [shard.clone() if has_memory else shard for shard, has_memory in shards]
     elif unit.kept.shards:

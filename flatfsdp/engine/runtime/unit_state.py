@@ -148,7 +148,8 @@ class KeptUnsharded:
         by_choice: because of its options, or on a user's request.
         trusted: its shards are not written to meanwhile, so that kept parameters are not compared with them.
         maybe_stale: some ranks may have written to their shards since, and others not.
-        versions: of the shards of its handles at the user's request; shards: copies of them, for DTensors.
+        versions: of the shards of its handles at the user's request.
+        shards: copies of them then, if not all writes change versions.
         retain: keeps shards of the unit, which a forward is about to free; its backward gathers from these.
     """
 

@@ -3,15 +3,15 @@
 [Note: writes at rest] Between iterations users may write to holders, which show the shard, or give a module another
 parameter. Both are detected before the unit is gathered again, by versions and identities, without reading values.
 
-[Note: unnoticed writes] DTensors count no version for writes to a list of them (`torch._foreach_*`), nor for writes
-through their `.data`. So if such parameters are kept unsharded, they are compared with the shard, value by value,
-before a computation uses them: this reads twice the shard, where a gather would move all of the parameter. If they are
-still being gathered, the shard is compared with a copy. Values may change on some ranks only, so ranks exchange a flag
-after comparisons, before any of them gathers: at the first gather of a forward, for parameters that are kept by choice
-or stay on the device, and when a user requests such a unit. A comparison waits for the device: on accelerators it is
-made only for parameters that the schedule keeps, for which ranks exchange a flag in any case, and never for a unit that
-is `trusted`. Parameters that are quantized in gathers, or transformed by hooks of their class, have other values than
-the shard: only their versions are compared.
+[Note: unnoticed writes] Original parameters and DTensors count no version for in-place writes to their `.data`, and
+DTensors none for writes to a list of them (`torch._foreach_*`). So if such parameters are kept unsharded, they are
+compared with the shard, value by value, before a computation uses them: this reads twice the shard, where a gather
+would move all of the parameter. If they are still being gathered, the shard is compared with a copy. Values may change
+on some ranks only, so ranks exchange a flag after comparisons, before any of them gathers: at the first gather of a
+forward, for parameters that are kept by choice or stay on the device, and when a user requests such a unit. A
+comparison waits for the device: on accelerators it is made only for parameters that the schedule keeps, for which ranks
+exchange a flag in any case, and never for a unit that is `trusted`. Parameters that are quantized in gathers, or
+transformed by hooks of their class, have other values than the shard: only their versions are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of
 from ..flat.param_refs import ParamRef, check_param_refs, refuse_functional_call
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
-from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_places, check_requested
+from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, check_exposed, check_places, check_requested, refuse_writes
 from .unit import Unit
 
 
@@ -64,8 +64,15 @@ def write_back(unit: Unit, names: Callable[[], Mapping[int, str]], *, looks: boo
                 unit.resources.free(handle)
             if handle.kept_source is not None and handle.state is SHARDED:
                 handle.drop_stale_source()
+                if _differs(unit, handle):
+                    handle.drop_kept_source()
         elif unit.phase is not SUMMONED:  # else users may write to the parameters
+            if handle.state is GATHERING and handle.writes.was_written_since_gathered:
+                handle.wait_unshard()
+                unit.resources.free(handle)
             check_exposed(views)
+            if handle.face.is_distributed and handle.state is UNSHARDED and _differs(unit, handle):
+                refuse_writes(views, "between forward and backward")
             if changed:
                 check_places(views)
     return cast
@@ -98,21 +105,28 @@ def _is_stale_on_its_way(unit: Unit, kind: int) -> bool:
 
 
 def _differs(unit: Unit, handle: FlatParamHandle) -> bool:
-    """Whether the unsharded parameters have other values than the shard, if only a comparison shows it.
-    [Note: unnoticed writes]"""
-    if not is_compared(unit, handle) or handle.unsharded.buffer is None:
+    """Whether parameters that are kept, unsharded or as a copy, have other values than the shard, if only a comparison
+    shows it. [Note: unnoticed writes]"""
+    if handle.state is SHARDED:
+        flat = handle.kept_source.copy if handle.kept_source is not None else None
+    else:
+        flat = handle.unsharded.flat if handle.unsharded.buffer is not None else None
+    if flat is None or not is_compared(unit, handle):
         return False
-    flat = handle.unsharded.flat
     found = own_pieces_of(flat, handle.layout, handle.rank)
-    return not all(
+    if all(
         torch.equal(_bits(piece.detach().to(flat.device, flat.dtype)), _bits(own.detach()))
         for piece, own in zip(handle.at_rest.pieces, found, strict=True)
-    )
+    ):
+        return False
+    unit.kept.maybe_stale = True  # other ranks may have found nothing
+    return True
 
 
 def is_compared(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether the values of kept parameters of `handle` are compared: the same on all ranks."""
-    if not handle.face.is_distributed or handle.precision.gather is not None or not handle.gathers_elements:
+    # all writes to a flat parameter change its version
+    if handle.face.is_flat or handle.precision.gather is not None or not handle.gathers_elements:
         return False
     if unit.kept.trusted or is_memoryless():
         return False

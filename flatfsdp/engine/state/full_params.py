@@ -180,12 +180,12 @@ class _SummonedHandle:
         grads = handle.face.grads_of_leaves()
         pieces, there = handle.at_rest.views_of(shard.to(handle.shard.device)), present.tolist()
         for owned in layout.owned(handle.rank):
-            if not there[owned.index]:
-                continue
             grad, piece = grads[owned.index] if grads else None, pieces[owned.index]
-            if grad is not None:
-                grad.copy_(piece)
-            elif not handle.face.is_flat:
+            if grad is not None and not there[owned.index] and not handle.face.is_flat:
+                handle.face.holder_of(owned.index).grad = None
+            elif grad is not None:
+                grad.copy_(piece)  # of a flat one with zeros where the user has dropped it
+            elif there[owned.index] and not handle.face.is_flat:
                 holder = handle.face.holder_of(owned.index)
                 assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
 
