@@ -93,7 +93,8 @@ class Agreement(Peers):
             return
         own = self.initial_values.take(values) if values is not None else []
         described = facts()
-        answers = exchange_facts(peers, described, extra=hash63(str(own)) if own else 0, position=self.member.come())
+        position = self.member.come([axis.group for axis in peers.axes])
+        answers = exchange_facts(peers, described, extra=hash63(str(own)) if own else 0, position=position)
         if answers is None:
             return
         peers.know(list(answers))
@@ -157,7 +158,7 @@ class Agreement(Peers):
             label = self._names.units[unit].label
             opening = ops.opening(self._opening, op.code, label, schedule, self._conditions(), self._flags)
             self._opening = None
-            if self.member.turns is not None:  # saves a call
+            if self.member.turns:  # saves a call
                 self.member.take("began a forward")
             self.sequence.start(self._forwards[unit])
             self.sequence.next(opening, unit=op.code, opens=True)
@@ -212,10 +213,10 @@ class Agreement(Peers):
         self.sequence.busy = True
         self.sequence.meet_abandoned()
         self.sequence.start("a backward")
-        if self.member.turns is not None:
+        if self.member.turns:
             self.member.take("began a backward")
             if not self.issued.carried:  # else the end of the window compares what began before there were others
-                self.issued = self.member.turns.collectives
+                self.issued = self.member.issued
         try:
             self.unused.begin(self.sequence.position)
         except RuntimeError as error:

@@ -24,7 +24,7 @@ from ...api import HYBRIDS, Config, ShardingStrategy
 from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
-from ..base.per_group import for_group, forget_after
+from ..base.per_group import for_group, forget_after, mark_as_made_for
 from ..comm.axes import Axis, ProcessGroups, backend_for, groups_in_words, mark_for_reductions, serves
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
@@ -144,6 +144,7 @@ def _for_reductions(process_group: Any, device: torch.device) -> Any:
         made = new_group(ranks, "wraps a module", like=process_group, backend=backend)
         forget_after(process_group, made)  # for example shared memory
         mark_for_reductions(made)
+        mark_as_made_for(process_group, made)
         return made
 
     return for_group(process_group, ("reductions", backend), make, usable=_exists)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -50,7 +51,7 @@ class RankExchange:
         self.axes: Sequence[Transport] = ()
         self.gathers: Sequence[Transport] = ()
         self.parted: Sequence[Fact] = ()
-        self.beside: Collection[RankExchange] = ()
+        self.beside: weakref.WeakSet[RankExchange] = weakref.WeakSet()
         self.rank = 0
         self.ranks: tuple[int, ...] = ()
         self.scope = ""

@@ -3,25 +3,28 @@
 [Note: several models] A communicator matches collectives by their order. If ranks call two models of one structure in
 different orders, gathers and reductions of one model meet those of the other, with equal sizes, and the sequence of
 each model is as expected. So models over one process group have a sequence in common, of the beginnings of their
-forwards and backwards, and of their collective calls. There, ranks meet only in the store, because models may
-communicate over different axes; a turn that is predicted costs nothing but the prediction. A sequence begins when a
-model first runs while another one lives on some rank, which is compared in the same exchange as the models. It replaces
-the earlier one, so nothing is carried over to unrelated models.
+forwards and backwards, and of their collective calls. A model has one for each of its groups: the replicas of
+HYBRID_SHARD may run two models in different orders, in each of which its group of shards agrees. There, ranks meet only
+in the store, because models may communicate over different axes; a turn that is predicted costs nothing but the
+prediction. A sequence begins when a model first runs while another one lives on some rank, which is compared in the
+same exchange as the models. It replaces the earlier one, so nothing is carried over to unrelated models.
 
-In messages and codes a model is known by the order of first forwards. That this is the same on all ranks is checked by
-the number of a model among all that were constructed over the group, if ranks have constructed equally many.
+In messages and codes a model is known by its ranks and the order of first forwards over these. That this is the same on
+all ranks is checked by the number of a model among all that were constructed over the group, if ranks have constructed
+equally many.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import AgreementError, by_ranks
+from ...errors import AgreementError, by_ranks, ranks_in_words
 from ..base.hashing import hash63
 from ..base.peers import Issued
-from ..base.per_group import for_group
+from ..base.per_group import first_of, for_group
 from ..comm.axes import Axis
 from .op_sequence import Meetings, OpSequence
 from .ops import Op
@@ -34,29 +37,29 @@ _REMEDY = (
 
 
 class Position(NamedTuple):
-    """The position of a model among those over its process group.
+    """The position of a model among those over its process groups.
 
     Attributes:
         number: among all that this rank has constructed, from 1 on; 0 for none.
         constructed: how many these are.
-        living: the number of models that have run on this rank and live, including this one.
+        shared: a bit for each of its groups over which another model has run on this rank, and lives.
     """
 
     number: int = 0
     constructed: int = 0
-    living: int = 0
+    shared: int = 0
 
 
 class GroupMember:
-    """One model of those over a process group; the first axis of its outermost unit with several ranks.
+    """One model among those over its process groups.
 
     Attributes:
-        turns: the sequence that it shares with the others; None while there is no other.
+        turns: the sequences that it shares with other models, by the number of the group among those of the model.
         peers: its exchange, once it has run.
     """
 
     def __init__(self, sequence: OpSequence) -> None:
-        self.turns: Turns | None = None
+        self.turns: dict[int, Turns] = {}
         self.peers: RankExchange | None = None
         self._sequence = sequence
         self._axis: Axis | None = None
@@ -64,23 +67,28 @@ class GroupMember:
         self._ops: dict[str, Op] = {}
         self._name = ""
 
-    def count(self, axis: Axis, class_name: str) -> None:
-        """Count this model among those that were constructed over the group of `axis`."""
+    def count(self, axis: Axis | None, class_name: str) -> None:
+        """Count this model among those that were constructed over the group of `axis`, the first one of its outermost
+        unit with several ranks, if there is one."""
         self._axis, self._name = axis, class_name
-        known = _known(axis)
-        known.constructed += 1
-        self._number = known.constructed
+        if axis is not None:
+            known = _known(axis.process_group)
+            known.constructed += 1
+            self._number = known.constructed
 
-    def come(self) -> Position:
-        """This model's position, when it first runs."""
+    def come(self, groups: Sequence[Axis]) -> Position:
+        """This model's position among those over its `groups`, when it first runs."""
+        shared = 0
+        for index, group in enumerate(groups):
+            known = _known(group.process_group)
+            known.members[self] = index
+            shared |= (len(known.members) > 1) << index
         if self._axis is None:
-            return Position()
-        known = _known(self._axis)
-        known.members.add(self)
-        return Position(self._number, known.constructed, len(known.members))
+            return Position(shared=shared)
+        return Position(self._number, _known(self._axis.process_group).constructed, shared)
 
     def begin(self, peers: RankExchange, found: Mapping[int, Position]) -> None:
-        """Begin the sequence of all models over the group, if there are several, after ranks have exchanged their
+        """Begin the sequences of all models over its groups, where there are several, after ranks have exchanged their
         positions.
 
         Raises:
@@ -97,26 +105,33 @@ class GroupMember:
                 }
             )
             peers.fail_with(AgreementError(f"{reported}. {_REMEDY}"))
-        axis = self._axis
-        if axis is None:
-            return
         self._ops.clear()
-        self._name = f"{self._name} (model {peers.scope.rpartition('.')[2]})"
-        if max(found[rank].living for rank in axis.ranks if rank in found) > 1:
-            Turns(axis, peers, list(_known(axis).members))
+        number, ranks = peers.scope.rpartition(".")[2], ranks_in_words(peers.ranks)
+        self._name = f"{self._name} (model {number} over {ranks})"
+        for index, axis in enumerate(peers.axes):
+            group = axis.group
+            if any(found[rank].shared >> index & 1 for rank in group.ranks if rank in found):
+                Turns(group, peers, index, _known(group.process_group).members)
 
     def take(self, what: str) -> None:
-        """Take the next turn, to do `what`. Not collective if it was expected.
+        """Take the next turn in each shared group, to do `what`. Not collective if it was expected.
 
         Raises:
             AgreementError: it is the turn of another model on some rank; on every rank, within seconds.
         """
-        if self.turns is not None:
+        for turns in self.turns.values():
             op = self._ops.get(what)
             if op is None:
                 # Whether ranks do different things with one model is a matter of its own sequence.
                 op = self._ops[what] = Op(hash63(f"turn {self._name}"), f"{what} of {self._name}")
-            self.turns.take(op)
+            turns.take(op)
+
+    @property
+    def issued(self) -> Issued:
+        """The collectives of the models that share a group and all ranks with it: others have no list to compare that
+        is the same on all of its ranks. Precondition: it shares a group."""
+        assert self.peers is not None
+        return self.turns[min(self.turns)].issued_over[self.peers.ranks]
 
     @property
     def sequence(self) -> OpSequence:
@@ -127,21 +142,22 @@ class GroupMember:
 class Turns(OpSequence):
     """One rank's side of the sequence that the models over one process group have in common. [Note: several models]"""
 
-    def __init__(self, axis: Axis, first: RankExchange, members: Sequence[GroupMember]) -> None:
-        """`first`: the exchange of the model that has just run first."""
+    def __init__(self, group: Axis, first: RankExchange, index: int, members: Mapping[GroupMember, int]) -> None:
+        """`first`: the exchange of the model that has just run first, of which the group has this `index`; `members`:
+        all models, and which of their groups it is."""
         peers = RankExchange()
-        peers.rank, peers.ranks = first.rank, tuple(sorted(axis.ranks))
+        peers.rank, peers.ranks = first.rank, tuple(sorted(group.ranks))
         # Other ranks of the model may have a group of their own, as the other replicas of HYBRID_SHARD.
-        peers.scope, peers.watch = f"{first.scope}.turns of {peers.ranks[0]}", first.watch
+        peers.scope, peers.watch = f"{first.scope}.turns {index} of {peers.ranks[0]}", first.watch
         super().__init__(peers)
         self.meetings = _TurnMeetings(peers)
-        self.collectives = Issued()  # of the models
+        self.issued_over: defaultdict[tuple[int, ...], Issued] = defaultdict(Issued)  # by the ranks of models
         self._models = weakref.WeakSet(each.sequence for each in members)
-        beside = weakref.WeakSet(each.peers for each in members if each.peers is not None)
-        for each in members:
-            each.turns = self
+        beside = [each.peers for each in members if each.peers is not None]
+        for each, number in members.items():
+            each.turns[number] = self
         for one in beside:
-            one.beside = beside
+            one.beside.update(beside)
         self.connect()
 
     def take(self, op: Op) -> None:
@@ -184,13 +200,13 @@ class _TurnMeetings(Meetings):
 
 
 class _GroupModels:
-    """The models over one process group."""
+    """The models over one process group: how many were constructed, and those that have run and live, with its number
+    among their groups."""
 
     def __init__(self) -> None:
         self.constructed = 0
-        self.members: weakref.WeakSet[GroupMember] = weakref.WeakSet()
+        self.members: weakref.WeakKeyDictionary[GroupMember, int] = weakref.WeakKeyDictionary()
 
 
-def _known(axis: Axis) -> _GroupModels:
-    group: Any = axis.process_group
-    return for_group(group, "models", _GroupModels)
+def _known(process_group: Any) -> _GroupModels:
+    return for_group(first_of(process_group), "models", _GroupModels)

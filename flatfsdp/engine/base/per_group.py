@@ -29,6 +29,16 @@ def for_group(
     return found
 
 
+def mark_as_made_for(process_group: Any, other: Any) -> None:
+    """The same collectives use `process_group` and `other`, over the same ranks, each for some of them."""
+    for_group(other, "made for", lambda: weakref.ref(process_group))
+
+
+def first_of(process_group: Any) -> Any:
+    """The group that `process_group` was made for; itself if it was not made for another one."""
+    return known_for_group(process_group, "made for", lambda found: found()) or process_group
+
+
 def forget_after(process_group: Any, other: Any) -> None:
     """Drop the objects of `other` when `process_group` is deleted, although torch keeps `other` until all groups are
     destroyed."""

@@ -396,10 +396,8 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     attach_residuals(unit)
     attach_marks(unit)
     agreement = Agreement(check_values=settings.check_values)
-    for axis in (unit.axes.own.scatter, unit.axes.own.replicate):
-        if axis is not None and axis.size > 1:
-            agreement.member.count(axis, unit.entries.class_name)
-            break
+    axes = [axis for axis in (unit.axes.own.scatter, unit.axes.own.replicate) if axis is not None and axis.size > 1]
+    agreement.member.count(axes[0] if axes else None, unit.entries.class_name)
     model = Model(unit, resources, settings, agreement, coalescer_for(most=settings.join_units_below))
     model.setup.introduce = introduce
     wait_for_gradients(nested)
