@@ -11,11 +11,13 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -558,6 +560,20 @@ def make_small_outboxes() -> None:
     """Give outboxes of this process 128 KiB: tests wrap around more often, and fewer pages are allocated again after
     each rest, which took a seventh of the time of ranks."""
     groups.CAPACITY = 128 * 1024
+
+
+def share_one_device() -> None:
+    """Let all gloo groups of this process use one device: each device has a thread that wakes up a hundred times a
+    second, and jobs leave many groups behind."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OnOneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
 def attendant_loop(attended: Any, wanted: Any, hurried: Any) -> Callable[[], None]:

@@ -195,8 +195,13 @@ def covering_array(cells: Iterable[C], factors: Iterable[str] = CROSSED) -> list
 
     Greedy: each time the first of the cells with the most new pairs.
     """
-    bits: dict[Pair, int] = {}
-    remaining = {cell: sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of(cell, factors)) for cell in cells}
+    factors = list(factors)
+    numbers: dict[tuple[str, Any], int] = {}  # of levels: their pairs are compared faster than those of `pairs_of`
+    bits: dict[tuple[int, int], int] = {}
+    remaining = {}
+    for cell in cells:
+        levels = [numbers.setdefault((name, getattr(cell, name)), len(numbers)) for name in factors]
+        remaining[cell] = sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(levels, 2))
     uncovered = (1 << len(bits)) - 1
     chosen: list[C] = []
     while uncovered:

@@ -1,7 +1,6 @@
 """Meshes of a pool's ranks whose process groups all jobs share.
 
-gloo gives each group a thread that wakes up a hundred times a second, for the life of the process: the groups that
-jobs left behind used a quarter of the cores.
+Groups of gloo are connected pair by pair, and each keeps its sockets and threads for the life of the process.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `run` starts the pool of a world size at its first use and keeps it for the whole test run. A pool whose job failed,
 died or hung is killed, because its ranks may still wait for something; the next job gets a new one. So does the job
-after one that left more than `MANY_GROUPS` process groups behind: each holds sockets and a thread that never rests
-(see `meshes`), and it is unknown which of them the engine keeps for its next model. So does the job after one that
-ended with ranks that have issued different collectives.
+after one that left more than `MANY_GROUPS` process groups behind: each holds sockets and threads, and it is unknown
+which of them the engine keeps for its next model. So does the job after one that ended with ranks that have issued
+different collectives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.harness import inspect
 from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
 from tests.harness.thorough import is_thorough
 
-MANY_GROUPS = 12  # groups of four ranks cost as much CPU time in 8 s as starting another pool
+MANY_GROUPS = 40
 GRACE = 3.0  # seconds for the other ranks to answer once one of them has failed
 
 
@@ -166,6 +166,7 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     inspect.share_processors()
     if not is_thorough():
         inspect.make_small_outboxes()
+    inspect.share_one_device()
     # Longer than the limit of any job: the parent reports a hanging job, with stacks, not gloo.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     pipe.send_bytes(dumps(_Answer(None, None, _count_groups(), {})))

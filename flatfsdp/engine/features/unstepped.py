@@ -105,8 +105,11 @@ class UnsteppedCheck(Observer):
 
     def _warn(self, model: Model) -> None:
         """Warn of parameters that were not written to, and that no optimizer holds, one that steps later included."""
+        unchanged = [each for each in self._before if each.is_unchanged()]
+        if not unchanged:
+            return  # without a look at all objects of this process
         held = _held_by(each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
-        left = [each for each in self._before if not each.is_in(held) and each.is_unchanged()]
+        left = [each for each in unchanged if not each.is_in(held)]
         whole = len(left) == len(self._before)
         left = [each for each in left if whole or each.is_flat]
         if not left:
