@@ -123,7 +123,7 @@ def put_through_wrapper(wrapper: nn.Module, name: str, value: torch.Tensor) -> N
     """
     inside: nn.Module = wrapper._fsdp_wrapped_module  # type: ignore[assignment]
     unit: Unit = wrapper.__dict__["_unit"]
-    if flat := [each for each in unit.leaves.listing.flat if each.attribute == name and each.held is not value]:
+    if flat := [each for each in unit.flat_refs if each.attribute == name and each.held is not value]:
         refuse_functional_call(flat, unit.label)
     places: list[dict[str, Any]] = [inside._parameters, inside._buffers, inside.__dict__]
     found = next((place for place in places if name in place), wrapper.__dict__)

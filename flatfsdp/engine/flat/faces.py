@@ -21,7 +21,7 @@ from torch import nn
 from ...errors import UsageError
 from ..layout.layout import FlatLayout, ParamSpec
 from .layout_views import ShardViews, shard_of
-from .param_refs import ParamRef
+from .param_refs import ParamRef, enlist, unlist
 from .states import Left
 from .write_tracker import FlatParameter
 
@@ -94,6 +94,7 @@ class Face(Protocol):
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
             the same list.
         kept: memory to release when a forward or a backward begins, if any.
+        flat_ref: of a flat face: where a module lists the flat parameter, at rest.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
         flagged: for each leaf, the object on which users set `requires_grad` now, which others follow later.
     """
@@ -112,6 +113,7 @@ class Face(Protocol):
     computes: bool = False
     counters: list[torch.Tensor]
     kept: Keeps | None = None
+    flat_ref: ParamRef | None = None
     flags: tuple[bool, ...] | None = None
     flagged: Sequence[nn.Parameter]
     _at_rest: ShardViews
@@ -369,6 +371,7 @@ class FlatFace(Face):
         ),
     )
     is_flat = True
+    flat_ref: ParamRef
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
@@ -380,6 +383,8 @@ class FlatFace(Face):
         self.apart = self.holders
         self.counters: list[torch.Tensor] = []
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
+        self._refs: dict[int, ParamRef] = {}  # the places of leaves
+        self._lists_leaves = False
 
     @classmethod
     def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
@@ -392,7 +397,26 @@ class FlatFace(Face):
         return [self.leaves[index]]
 
     def put(self, param_ref: ParamRef) -> None:
+        self._refs[id(param_ref)] = param_ref
         param_ref.unregister()
+
+    def compute(self) -> None:
+        if not self._lists_leaves:
+            self._lists_leaves = True
+            unlist([self.flat_ref])
+            enlist(self._refs.values())
+
+    def rest(self) -> None:
+        if self._lists_leaves:
+            self._lists_leaves = False
+            unlist(self._refs.values())
+            enlist([self.flat_ref])
+
+    def after_forward(self, *, requested: bool, in_use: bool) -> Left:
+        if in_use:
+            return Left.COMPUTING
+        self.rest()
+        return Left.SET_ASIDE
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest = at_rest

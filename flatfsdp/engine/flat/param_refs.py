@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -168,83 +168,25 @@ def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
 _IS_PARAMETER = "_is_param"  # torch's, on parameters of other classes than its own
 
 
-# The places of one module, held weakly: attributes and leaves.
-Places = tuple[Callable[[], nn.Module | None], Sequence[tuple[str, nn.Parameter]]]
-
-
-def places_of(param_refs: Iterable[ParamRef]) -> list[Places]:
-    """The references with their leaves, module by module."""
-    found: dict[int, tuple[Callable[[], nn.Module | None], list[tuple[str, nn.Parameter]]]] = {}
-    for each in param_refs:
-        _, leaves = found.setdefault(id(each.module), (each.module_ref, []))
-        leaves.append((each.attribute, each.leaf))
-    return list(found.values())
-
-
-def enlist(places: Iterable[Places], *, listed: bool = True) -> list[Places]:
+def enlist(param_refs: Iterable[ParamRef], *, listed: bool = True) -> list[ParamRef]:
     """Let modules list the plain attributes in these places as parameters, or the reverse if not `listed`. Returns the
     places that changed. A place where users have put another object is left unchanged."""
-    moved = []
-    for each in places:  # runs several times per step: a module's dictionaries are looked up once for all its places
-        module_ref, leaves = each
-        if (module := module_ref()) is None:
-            continue
-        attributes = module.__dict__
-        parameters = attributes["_parameters"]
-        source, target = (attributes, parameters) if listed else (parameters, attributes)
-        stayed = []
-        for attribute, leaf in leaves:
-            if source.get(attribute) is leaf:
-                del source[attribute]
-                target[attribute] = leaf
-            else:
-                stayed.append(attribute)
-        moved.append((module_ref, [row for row in leaves if row[0] not in stayed]) if stayed else each)
+    moved, last = list[ParamRef](), None
+    source: dict[str, Any] = {}
+    for each in param_refs:  # runs several times per step
+        if each.module_ref is not last:  # those of one module follow each other
+            last = each.module_ref
+            attributes: dict[str, Any] = vars(module) if (module := last()) is not None else {"_parameters": {}}
+            source, target = attributes, attributes["_parameters"]
+            if not listed:
+                source, target = target, source
+        if source.get(each.attribute) is each.leaf:
+            target[each.attribute] = source.pop(each.attribute)
+            moved.append(each)
     return moved
 
 
 unlist = partial(enlist, listed=False)
-
-
-class Listing:
-    """Switches the listed parameters of one unit's modules: flat parameters at rest; the leaves inside a forward, and
-    inside a backward that may recompute parts of it, as in an unwrapped model.
-
-    Attributes:
-        flat: the places of flat parameters: in the module inside the wrapper, as in FSDP1.
-        leaves: the places of the leaves that flat parameters stand for, including those in other units.
-    """
-
-    def __init__(self, flat: Iterable[ParamRef]) -> None:
-        self.flat = list(flat)
-        self._flat = places_of(self.flat)
-        self.stand_for(())
-        self._shown: list[Places] = []
-        self._hidden: list[Places] = []
-
-    def stand_for(self, leaves: Iterable[ParamRef]) -> None:
-        """Set the `leaves` that flat parameters stand for."""
-        self.leaves = list(leaves)
-        self._leaves = places_of(self.leaves)
-
-    def show(self, shown: bool) -> None:
-        """Let modules list the leaves if `shown`, else the flat parameters."""
-        if shown:
-            self._hidden += unlist(self._flat)
-            self._shown += enlist(self._leaves)
-        elif self._shown or self._hidden:
-            unlist(self._shown)
-            enlist(self._hidden)
-            self._shown, self._hidden = [], []
-
-    def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`call` with the arguments, while modules list the leaves."""
-        hidden, listed = unlist(self._flat), enlist(self._leaves)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            unlist(listed)
-            enlist(hidden)
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 from ...api import Config
 from ...errors import ConfigValueError
 from ..base.fqns import WRAPPED, fqn
-from ..flat.param_refs import ParamRef, places_of, unlist
+from ..flat.param_refs import ParamRef, unlist
 from ..runtime.module_tree import faced_refs, units_at
 from ..runtime.unit import Unit
 
@@ -74,7 +74,7 @@ def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[
 
 def register_leaves(unit: Unit) -> None:
     """Let modules of `unit` list the leaves themselves, until `put_at_rest`."""
-    unlist(places_of(unit.leaves.listing.flat))
+    unlist(unit.flat_refs)
     for param_ref, face in faced_refs(unit):
         face.list_whole(param_ref)
 

@@ -273,11 +273,8 @@ class ForwardDriver:
             return self._run_outside(unit, args, kwargs, call, entry=entry, stays=stays)
         if self.iteration.depth == 0 and self.observers.begin_step(unit):
             return self.run(unit, args, kwargs, call=call, entry=entry, stays=stays)
-        called = call
-        if (listing := unit.leaves.listing).leaves:
-            called = functools.partial(listing.during, called)
         if unit.phase is SUMMONED:
-            return unit.run_summoned(unit, args, kwargs, called)
+            return unit.run_summoned(unit, args, kwargs, call)
         iteration = self.iteration
         outermost = iteration.depth == 0
         if outermost:
@@ -291,10 +288,10 @@ class ForwardDriver:
             unit_call, outer_dtype = self._before(unit, outermost, recomputing, given, runs=again)
             dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
             if dtype is None:
-                output = called(*given.args, **given.kwargs)
+                output = call(*given.args, **given.kwargs)
             else:
                 with cast_buffers(unit.built.modules, dtype):
-                    output = called(*given.args, **given.kwargs)
+                    output = call(*given.args, **given.kwargs)
             if not (recomputing or iteration.turns.plain):
                 iteration.turns.module_ran(unit, self)
             if given.substitutes is not None:
@@ -323,7 +320,7 @@ class ForwardDriver:
             unit.phase = phase  # of its backward, or of the forward around this one
             for each in (*unit.owning_units, unit) if again else ():
                 each.wait_unshard()  # which goes on computing with the leaves
-        elif unit.phase is FORWARD and not unit.leaves.listing.leaves:
+        elif unit.phase is FORWARD:
             unit.phase = IDLE
         else:
             unit.enter_phase(IDLE)
@@ -351,7 +348,7 @@ class ForwardDriver:
             self._end_inner_failure()
         if recomputing and any(grads.arrived for grads in unit.grads):
             unit.leaves.single_use = False  # parameters are read after their gradients have arrived
-        if FORWARD in PHASE_STEPS[unit.phase] and not unit.leaves.listing.leaves:
+        if FORWARD in PHASE_STEPS[unit.phase]:
             unit.phase = FORWARD  # as `enter_phase`, without a call for every unit
         else:
             unit.enter_phase(FORWARD)

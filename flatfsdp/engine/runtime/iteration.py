@@ -422,7 +422,6 @@ def _reshard_unused(unit: Unit) -> None:
 def _retain(unit: Unit) -> None:
     """A backward that will be differentiated again has ended: parameters stay unsharded."""
     unit.phase = UNIT_IDLE
-    unit.leaves.listing.show(False)
     unit.track_writes(ended=True)
     unit.backward = UnitBackward(keep_unsharded=unit.backward.keep_unsharded)
 
@@ -436,7 +435,6 @@ def _rollback(unit: Unit) -> bool:
     """
     goes_on = unit.phase is UNIT_FORWARD and unit.is_unsharded
     unit.backward.forget_graph()
-    unit.leaves.listing.show(False)
     if unit.phase is not SUMMONED:  # else a user may write to the parameters, and the backward did not reach them
         for views in unit.views if not goes_on else ():
             views.show(SHOWS_SHARD)

@@ -56,7 +56,8 @@ class Unit:
         place: its position in its model.
         handles: one per kind of parameter, none if the unit owns no parameter.
         views, grads: for each handle, the views that its leaves show, and its gradients; kinds: all three.
-        param_refs: where modules of this unit hold the handles' leaves.
+        param_refs: where modules of this unit hold the handles' leaves; flat_refs: those of flat parameters, in the
+            module inside the wrapper, as in FSDP1.
         owning_units: units that own parameters which modules of this unit hold too (tied); unsharded whenever this one
             is. shared_refs: where modules of this unit hold those.
         sharing_units: units that hold parameters of this one too, weakly.
@@ -95,9 +96,12 @@ class Unit:
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
-        flat = {flat_name(kind): handle.flat_param for kind, handle in enumerate(self.handles) if handle.face.is_flat}
-        flat_refs = [ParamRef(entries.first, name, name, flat_param) for name, flat_param in flat.items()]
-        self.leaves = WatchedLeaves(len(self.handles), flat_refs)
+        self.flat_refs: list[ParamRef] = []
+        for kind, handle in enumerate(self.handles):
+            if handle.face.is_flat:
+                handle.face.flat_ref = ParamRef(entries.first, flat_name(kind), flat_name(kind), handle.flat_param)
+                self.flat_refs.append(handle.face.flat_ref)
+        self.leaves = WatchedLeaves(len(self.handles))
         self.sharing_units: list[weakref.ref[Unit]] = []
         self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
@@ -134,10 +138,6 @@ class Unit:
             if owning_unit not in self.owning_units:
                 owning_unit.sharing_units.append(weakref.ref(self))
         self.owning_units = list(owning_units)
-        handles = (handle for each in (self, *owning_units) for handle in each.handles if handle.face.is_flat)
-        flattened = {id(leaf) for handle in handles for leaf in handle.leaves}
-        refs = (*self.param_refs, *self.shared_refs)
-        self.leaves.listing.stand_for(each for each in refs if id(each.leaf) in flattened)
 
     def alive_sharing_units(self) -> Iterator[Unit]:
         """Those of `sharing_units` that are still alive."""
@@ -148,8 +148,6 @@ class Unit:
         if phase not in PHASE_STEPS[self.phase]:
             refuse_step(self.phase, phase, PHASE_STEPS, self.label, self.resources.events)
         self.phase = phase
-        if self.leaves.listing.leaves:
-            self.leaves.listing.show(phase is PRE_BACKWARD)
 
     def record_event(self, kind: str) -> None:
         """Record an event of this unit."""
@@ -362,8 +360,6 @@ class Unit:
             self.kept.shards.clear()
         if self.kept.retain is not None:
             self.drop_retained()
-        if self.leaves.listing.leaves:
-            self.leaves.listing.show(False)
         self.phase = IDLE
         self.backward = UnitBackward()
 

@@ -7,7 +7,7 @@ ranks. Such a unit shares its collectives with no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from ..comm.axes import ProcessGroups
 from ..comm.transport import Reducer, Transport
 from ..config.strategy import Traits
 from ..flat.flat_param import FlatParamHandle
-from ..flat.param_refs import Listing, ParamRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class KeptUnsharded:
 
 
 class WatchedLeaves:
-    """Observations of the leaves of a unit: their hooks, how their gradients arrive, and when modules list them.
+    """Observations of the leaves of a unit: their hooks, and how their gradients arrive.
 
     Attributes:
         hooked: by kind, the leaves that notify when their gradient has arrived, with all hooks that they have.
@@ -178,17 +177,15 @@ class WatchedLeaves:
         runs_late: whether custom Functions have computed gradients in graph tasks inside of a backward, so far; None
             before a gradient has arrived.
         customs: the Functions that may. [Note: late gradients]
-        listing: of the leaves that flat parameters replace at rest.
     """
 
-    def __init__(self, kinds: int, flat_refs: Iterable[ParamRef]) -> None:
+    def __init__(self, kinds: int) -> None:
         self.hooked: list[dict[int, hooks.Registry]] = [{} for _ in range(kinds)]
         self.before_first: set[int] = set()
         self.before_any: set[int] = set()
         self.single_use: bool | None = None
         self.runs_late: bool | None = None
         self.customs = hooks.CustomFunctions()
-        self.listing = Listing(flat_refs)
 
 
 class ForwardCall:

@@ -335,7 +335,7 @@ def unwrap(unit: Unit) -> nn.Module:
             views.show_borrowed_views([view.clone() for view in whole])
             views.give_back()
     register_leaves(unit)
-    for param_ref in unit.leaves.listing.flat:
+    for param_ref in unit.flat_refs:
         del param_ref.module.__dict__[param_ref.attribute]
     for handle, views, _ in unit.kinds:
         for extended in transformed_in(views):

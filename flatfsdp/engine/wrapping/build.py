@@ -179,7 +179,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
     )
     install_extensions(unit, transformed)
     if not front.entries:
-        watch((*param_refs, *shared_refs, *unit.leaves.listing.flat))
+        watch((*param_refs, *shared_refs, *unit.flat_refs))
     put_at_rest(unit)
     keep_out(unit.entries)
     _ignore(ignored_modules, ignored_refs)

@@ -254,7 +254,7 @@ def _check_copyable(unit: Unit) -> None:
 def _taking(units: list[Unit]) -> Iterator[None]:
     """Let modules have None in place of the parameters that `units` put there, which keeps their places. Modules inside
     leave their units to the caller."""
-    refs = [each for unit in units for each in unit.leaves.listing.flat]
+    refs = [each for unit in units for each in unit.flat_refs]
     refs += [each for unit in units if unit.entries.in_place for each in (*unit.param_refs, *unit.shared_refs)]
     before = [each.module._parameters[each.attribute] for each in refs]
     for each in refs:

@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import UsageError
 from ..base.fqns import WRAPPED
 from ..flat.flat_param import FlatParamHandle
-from ..flat.param_refs import enlist, places_of, unlist
+from ..flat.param_refs import enlist, unlist
 from ..models.rest import check_outermost, free_unit, quiesce
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import faced_refs
@@ -83,7 +83,7 @@ def apply_to_tensors(
         _check_cast(handle, change(handle.shard.new_empty(0)).dtype)
     if between:
         free_unit(unit)
-    flat = unlist(places_of(unit.leaves.listing.flat))
+    flat = unlist(unit.flat_refs)
     param_refs = faced_refs(unit)
     for param_ref, _ in param_refs:
         param_ref.unregister()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ....errors import UsageError
-from ...flat.param_refs import ParamRef, enlist, places_of, unlist
+from ...flat.param_refs import ParamRef, enlist, unlist
 from ...guards.param_guard import is_query, name_of
 from ...runtime.unit import Unit
 from ..named_param import NamedParam, params_of
@@ -88,8 +88,8 @@ class Placeholders:
         self.unit = unit
         self._replaced: list[tuple[ParamRef, bool, Any]] = []  # the replaced object, and whether it was registered
         self._placeholders: dict[int, Placeholder] = {}
-        flat = unit.leaves.listing.flat
-        self._hidden = unlist(places_of(each for each in flat if within is None or each.module is within))
+        flat = unit.flat_refs
+        self._hidden = unlist(each for each in flat if within is None or each.module is within)
         owned = {id(each.leaf): each for each in params_of((unit, *unit.owning_units))}
         for param_ref in (*unit.param_refs, *unit.shared_refs):
             if within is not None and param_ref.module is not within:
