@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import time
 import warnings
@@ -288,6 +289,8 @@ def call(rank: int, world: int, what: str, before: int) -> str:
         model.clip_grad_norm_(1.0)
 
     def calls() -> None:
+        if what == "norm":
+            model.clip_grad_norm_(1.0, norm_type=(2.0, math.inf)[rank])
         if what == "clip" and rank == 1:
             model.clip_grad_norm_(1.0)
         with FullyShardedDataParallel.summon_full_params(
@@ -303,6 +306,7 @@ def call(rank: int, world: int, what: str, before: int) -> str:
     ("what", "text"),
     [
         ("clip", "rank 0 called summon_full_params(); rank 1 called clip_grad_norm_()"),
+        ("norm", "rank 0 called clip_grad_norm_(); rank 1 called clip_grad_norm_(norm_type=inf)"),
         (
             "part",
             "rank 0 called summon_full_params() of unit 'blocks.0'; "

@@ -186,7 +186,7 @@ def clip_grad_norm(
         before_norm(model, f"{call}()")
         reduce_left(model)
     chosen = {id(parameter): parameter for parameter in parameters}
-    with _collective_call(models, chosen.keys(), call):
+    with _collective_call(models, chosen.keys(), call, p):
         found = _Gradients.of(models, chosen)
         norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
         every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
@@ -210,8 +210,9 @@ def _order_of(norm_type: float) -> float:
 
 
 @contextmanager
-def _collective_call(models: Iterable[Model], chosen: Set[int], call: str) -> Iterator[None]:
-    """A context for a `call` that all ranks make about the gradients of parameters with the `chosen` ids.
+def _collective_call(models: Iterable[Model], chosen: Set[int], call: str, p: float) -> Iterator[None]:
+    """A context for a `call` that all ranks make about the gradients of parameters with the `chosen` ids, and about
+    their norm of order `p`, on which the collectives depend.
 
     Raises:
         UsageError: these gradients are gone, or are not reduced.
@@ -231,7 +232,7 @@ def _collective_call(models: Iterable[Model], chosen: Set[int], call: str) -> It
                         ".grad shows parts of this rank's own sums. Run the last backward outside of no_sync(), under "
                         "fully_shard after set_requires_gradient_sync(True), and make this call after it"
                     )
-            calls.enter_context(model.agreement.collective_call(f"{call}()"))
+            calls.enter_context(model.agreement.collective_call(f"{call}({'' if p == 2 else f'norm_type={p:g}'})"))
         yield
 
 
@@ -328,7 +329,7 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         p = _order_of(norm_type)
         for model in models:
             before_norm(model, f"{call}()")
-        with _collective_call(models, chosen.keys(), call):
+        with _collective_call(models, chosen.keys(), call, p):
             found = _Gradients.of(models, chosen)
             found.add_whole(each for each in given if id(each) not in holders)
             return found.in_their_dtype(_norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite))
