@@ -19,6 +19,7 @@ from .engine.features.persistent_params import inference
 from .engine.features.uneven_inputs import join
 from .engine.features.value_checks import check_replicas
 from .engine.flat.flat_param import FlatParameter
+from .engine.inspection.advise import Advice, Choice, Way, advise
 from .engine.inspection.dry_run import Plan, dry_run, memory_plan
 from .engine.inspection.summary import Stats, UnitSummary, stats, summary, unsharded_shapes
 from .engine.watchdog.regions import collective_region, fail_together
@@ -29,8 +30,10 @@ from .sharded_grad_scaler import ShardedGradScaler
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "BackwardPrefetch",
     "CPUOffload",
+    "Choice",
     "FlatParameter",
     "FullyShardedDataParallel",
     "FusedSteps",
@@ -41,6 +44,8 @@ __all__ = [
     "ShardingStrategy",
     "Stats",
     "UnitSummary",
+    "Way",
+    "advise",
     "check_replicas",
     "collective_region",
     "detect_nonfinite",

@@ -52,10 +52,10 @@ from flatfsdp.trainer.hub.pretrained import ModelOptions
 from flatfsdp.trainer.hub.text_data import DataOptions, TextData
 from flatfsdp.trainer.instantiate import check_options, make
 from flatfsdp.trainer.launch import Placement, RankContext, run, under_launcher
-from flatfsdp.trainer.memory_estimate import forecast, on_meta
+from flatfsdp.trainer.memory_estimate import compared, forecast, on_meta
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.settings.command_line import Parser, in_flags
-from flatfsdp.trainer.settings.types import Count, Data, FilePath, Module, Name, NotNegative, Text
+from flatfsdp.trainer.settings.types import Count, Data, FilePath, Module, Name, NotNegative, Positive, Text
 from flatfsdp.trainer.state.run_folder import DEFAULT, refuse_run_in, run_in, unused
 from flatfsdp.trainer.terminal import print_line, sizes_in_words
 from flatfsdp.trainer.trainer import Trainer
@@ -72,7 +72,7 @@ ONE_LINE = (ConfigValueError, ConfigTypeError, CheckpointError)
 """Errors whose message is enough, unless code of the user is part of the traceback."""
 
 COMMON = (
-    "export dry_run generate model train_data eval_data lora sequence_length output steps epochs minutes batch "
+    "export dry_run advise generate model train_data eval_data lora sequence_length output steps epochs minutes batch "
     "global_batch optimizer lr warmup clip seed eval_every save_every resume callbacks device ranks strategy units "
     "bf16 activation_checkpointing text"
 ).split()
@@ -91,9 +91,16 @@ class Command(Settings):
     )
     overwrite: bool = setting(False, "with --export: replace an existing export, and nothing else")
     dry_run: bool = setting(False, "instead of training, print units, bytes per rank and traffic; needs no accelerator")
-    world_size: Count | None = setting(
-        None, "with --dry-run: number of ranks to plan for (default: the number that would start)"
+    advise: bool = setting(
+        False, "instead of training, compare ways to shard the model, by memory and traffic, and recommend one"
     )
+    world_size: Count | None = setting(
+        None, "with --dry-run or --advise: number of ranks to plan for (default: the number that would start)"
+    )
+    memory: Positive | None = setting(
+        None, "with --advise: GiB of a rank for all but activations (default: the smallest peak is recommended)"
+    )
+    node: Count = setting(8, "with --advise: number of ranks on a node")
     measure: bool = setting(False, "with --dry-run: also run one real step and print the size of the saved activations")
 
     generate: Text | None = setting(
@@ -106,16 +113,26 @@ class Command(Settings):
         for name, default in (("max_new_tokens", 100), ("temperature", 0.8)):
             if getattr(self, name) != default and self.generate is None:
                 self.refuse(name, f"it applies only with {self.called('generate')}")
-        if self.generate is not None and (self.dry_run or self.export is not None):
-            other = "dry_run" if self.dry_run else "export"
-            self.refuse("generate", f"it cannot be combined with {self.called(other)}")
-        for name in ("world_size", "measure"):
-            if getattr(self, name) and not self.dry_run:
-                self.refuse(name, f"it applies only with {self.called('dry_run')}")
+        for action, others in (("generate", ("dry_run", "export", "advise")), ("advise", ("dry_run", "export"))):
+            for other in others:
+                if getattr(self, action) and getattr(self, other):
+                    self.refuse(action, f"it cannot be combined with {self.called(other)}")
+        if self.measure and not self.dry_run:
+            self.refuse("measure", f"it applies only with {self.called('dry_run')}")
+        if self.world_size and not self.plans:
+            self.refuse("world_size", f"it applies only with {self.called('dry_run')} and {self.called('advise')}")
+        for name, is_set in (("memory", self.memory is not None), ("node", self.node != 8)):
+            if is_set and not self.advise:
+                self.refuse(name, f"it applies only with {self.called('advise')}")
         if self.overwrite and self.export is None:
             self.refuse("overwrite", f"it applies only with {self.called('export')}")
         if self.export is not None and self.dry_run:
             self.refuse("export", f"{self.called('dry_run')} writes nothing")
+
+    @property
+    def plans(self) -> bool:
+        """Whether figures are printed instead of training."""
+        return self.dry_run or self.advise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +244,14 @@ class Job:
         lines = [(f"  {self.program} {each}", f"  # {why}") for each, why in tries.items()]
         return "\n".join(["try next", *(line + why * (len(line + why) <= 80) for line, why in lines)])
 
+    def advice(self) -> str:
+        """A comparison of ways to shard the model, as text."""
+        command, ranks = self.command, self.command.world_size or self.placement.ranks
+        memory = None if command.memory is None else int(command.memory * 2**30)
+        return compared(
+            self.meta_model, fsdp=self.fsdp, training=self.training, ranks=ranks, node=command.node, memory=memory
+        )
+
     def meta_model(self) -> nn.Module:
         """The model without memory; called on the meta device."""
         model = make(self.task, "model")
@@ -276,7 +301,9 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
         if job.command.dry_run:
             ranks = job.command.world_size or job.placement.ranks
             print(forecast(job.meta_model, fsdp=job.fsdp, training=job.training, ranks=ranks).render(), flush=True)
-    if job.command.dry_run and not job.command.measure:
+        if job.command.advise:
+            print(job.advice(), flush=True)
+    if job.command.plans and not job.command.measure:
         return 0
     if job.command.export is None and job.command.generate is None and not announced and not under_launcher():
         print_line(job.announcement())
@@ -396,12 +423,12 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             demo.held_out()  # reads the sizes of its files
         own = demo.task() if shows else task
         check_run(training, own, fsdp)
-        if command.dry_run and (code := code_named_by(own, training, fsdp, measured=command.measure)):
+        if command.plans and (code := code_named_by(own, training, fsdp, measured=command.measure)):
             print(f"importing and calling, with your permissions: {'; '.join(code)}\n", flush=True)
         check_options(own)
-        if not command.dry_run or command.measure:  # a plan makes no callbacks
+        if not command.plans or command.measure:  # a plan makes no callbacks
             check_callbacks(training)
-        if not command.dry_run:
+        if not command.plans:
             numbered = training.resume is None and training.output == DEFAULT
             trains = command.export is None and command.generate is None
             if trains and not numbered:

@@ -8,6 +8,7 @@ real step, where autograd's hooks count the saved tensors.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -139,10 +140,7 @@ def forecast(
         raise ConfigValueError(f"forecast: ranks: got {ranks}. Accepted: a whole number from 1")
     with torch.device("meta"):
         model = make_model()
-    accelerator = training.device != "cpu" and (training.device != "auto" or torch.accelerator.is_available())
-    microbatches = training.accumulate
-    if training.global_batch is not None:
-        microbatches = -(-training.global_batch // (training.batch * ranks))
+    accelerator, microbatches = _on_accelerators(training), _microbatches(training, ranks)
     unknown = ""
     with flatfsdp.dry_run(ranks, accelerator=accelerator):
         sharded = shard(model, fsdp, device=torch.device("cpu"))
@@ -156,6 +154,67 @@ def forecast(
         units = flatfsdp.summary(sharded, compact=True)
     kind = type(optimizer).__name__
     return MemoryEstimate(ranks, microbatches, accelerator, fsdp.cpu_offload, kind, unknown, units, plan)
+
+
+def _on_accelerators(training: TrainingArguments) -> bool:
+    return training.device != "cpu" and (training.device != "auto" or torch.accelerator.is_available())
+
+
+def _microbatches(training: TrainingArguments, ranks: int) -> int:
+    if training.global_batch is None:
+        return training.accumulate
+    return -(-training.global_batch // (training.batch * ranks))
+
+
+def compared(
+    make_model: Callable[[], nn.Module],
+    *,
+    fsdp: FSDPArguments,
+    training: TrainingArguments,
+    ranks: int,
+    node: int = 8,
+    memory: int | None = None,
+) -> str:
+    """Ways to shard the model of a run on `ranks` ranks, with a recommendation, as text: `flatfsdp.advise` with the
+    settings of the run except `strategy`, `replicas` and `layout`, and with the units "none", "auto" and its own.
+
+    Args:
+        make_model, fsdp, training: as for `forecast`.
+        node: ranks on a node.
+        memory: bytes that a rank has.
+
+    Raises:
+        ConfigTypeError, ConfigValueError, UsageError: as `flatfsdp.advise`.
+    """
+    with torch.device("meta"):
+        model = make_model()
+    in_place = fsdp.front == "fully_shard"
+
+    def sharded(copied: nn.Module, way: flatfsdp.Way) -> Any:
+        strategy = "full_shard" if way.replicas == 1 else "no_shard" if way.shards == 1 else "hybrid_shard"
+        replicas = way.replicas if strategy == "hybrid_shard" else None
+        chosen = dataclasses.replace(fsdp, strategy=strategy, replicas=replicas, units=way.policy, layout=way.given)
+        return shard(copied, chosen, device=torch.device("cpu"))
+
+    def advice(optimizer: Callable[[Any], Any] | None) -> flatfsdp.Advice:
+        return flatfsdp.advise(
+            model,
+            ranks=ranks,
+            optimizer=optimizer,
+            memory=memory,
+            node=node,
+            units={"none": "none", "auto": "auto", **({} if fsdp.units == "auto" else {str(fsdp.units): fsdp.units})},
+            layouts={"rows": "rows"} if in_place else None,
+            shard=sharded,
+            accelerator=_on_accelerators(training),
+            microbatches=_microbatches(training, ranks),
+            max_norm=training.clip,
+        )
+
+    try:
+        return str(advice(lambda it: make_optimizer(it, training)))
+    except UsageError as error:
+        return f"{advice(None)}\n\nNot included: the optimizer's state: {error}"
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -49,6 +49,23 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     assert "each unit: FULL_SHARD, 64 x 1, float32 in rows" in shown
 
 
+def test_advice_compares_ways_to_shard_the_model(
+    no_ranks: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--advise", "--world-size", "2", "--node", "1", "--device", "cpu", "--clip", "1"]
+    assert train.main([*OWN, *options, "--memory", "1"]) == 0
+    lines = capsys.readouterr().out.strip().split("\n")
+    shown = [tuple(re.split("  +", line)[:3]) for line in lines if re.match(r"\d+ x \d+ ", line)]
+    expected = [(f"{s} x {2 // s}", unit, way) for s in (2, 1) for unit in ("none", "auto") for way in ("flat", "rows")]
+    assert shown == expected
+    assert lines[-1].startswith("Recommended: ") and "fit into 1.0 GiB" in lines[-1]
+    assert not list(tmp_path.iterdir()), "no folder is made"
+    assert train.main([*OWN, *options, "--front", "fully_shard", "--units", "blocks"]) == 0
+    shown_in_place = capsys.readouterr().out
+    assert "left out: 1 shards x 2 replicas" in shown_in_place and "parameters are always sharded" in shown_in_place
+    assert re.search("2 x 1 +blocks +rows", shown_in_place) and not re.search("2 x 1 +blocks +flat", shown_in_place)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -74,6 +91,9 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
         ("--resume no/such", "--resume: there is no folder 'no/such'. Accepted: latest, best, or a path"),
         ("--overwrite", "argument --overwrite: got True, but it applies only with --export"),
         ("--measure", "argument --measure: got True, but it applies only with --dry-run"),
+        ("--memory 80", "argument --memory: got 80.0, but it applies only with --advise"),
+        ("--world-size 8", "argument --world-size: got 8, but it applies only with --dry-run and --advise"),
+        ("--advise --dry-run", "argument --advise: got True, but it cannot be combined with --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
         ("--model os:path --train-data os:path", "argument --model: os:path gives a module. Accepted: a torch.nn"),
         ("--callbacks tensorbord", "argument --callbacks: got 'tensorbord'. Did you mean 'tensorboard'?"),
@@ -189,7 +209,7 @@ def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(f"\n{group}:\n" in shown for group in ("command", "task", "training", "fsdp", "demo"))
     flags = set(re.findall(r"^  (--[a-z][\w-]*)", shown, re.MULTILINE)) - {"--config"}
-    assert flags == {flag_of(name) for name in train.COMMON} and len(flags) == 30
+    assert flags == {flag_of(name) for name in train.COMMON} and len(flags) == 31
     with pytest.raises(SystemExit):
         train.main(["--steps", "3", "--help", "all"])
     every = set(re.findall(r"^  (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)) - {"--config"}

@@ -1,0 +1,62 @@
+"""The figures of advice are those of real ranks that shard the model in that way."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp import FullyShardedDataParallel, Plan, ShardingStrategy, advise, stats
+from flatfsdp.engine.base._dtensor import local_bytes
+from tests.conftest import Run
+from tests.inspection.test_advise import Block, Net, adam
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 4
+
+
+def lived(rank: int, world: int, shards: int, units: str, layout: str) -> dict[str, Any]:
+    """Figures of the last of some real steps."""
+    torch.manual_seed(0)
+    groups, strategy = None, ShardingStrategy.FULL_SHARD
+    if shards == 1:
+        strategy = ShardingStrategy.NO_SHARD
+    elif shards < world:
+        strategy = ShardingStrategy.HYBRID_SHARD
+        made = torch.distributed.new_subgroups(shards)[0]
+        lists = [list(range(first, world, shards)) for first in range(shards)]
+        groups = made, torch.distributed.new_subgroups_by_enumeration(lists)[0]
+    policy = {"model": None, "blocks": {Block}}[units]
+    model = FullyShardedDataParallel(
+        Net(), groups, strategy, auto_wrap_policy=policy, use_orig_params=True, layout=layout
+    )
+    optimizer, figures = adam(model), stats(model)
+    for step in range(STEPS):
+        figures.reset()
+        model(torch.tensor([[rank, step]])).sum().backward()
+        found: dict[str, Any] = {"comm": figures.comm, "unsharded_peak": figures.bytes_unsharded_peak}
+        found["grads"], found["at_peak"] = figures.bytes_grads, figures.bytes_at_peak
+        optimizer.step()
+        model.zero_grad()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return found | {"params": figures.bytes_params, "states": sum(map(local_bytes, states))}
+
+
+@cache
+def planned() -> dict[tuple[int, str, str], Plan]:
+    """The plans of advice, by shards, units and layout."""
+    policies = {"model": None, "blocks": {Block}}
+    advice = advise(Net(), ranks=4, node=2, optimizer=adam, units=policies, accelerator=False, use_orig_params=True)
+    return {(c.way.shards, c.way.units, c.way.layout): c.plan for c in advice.choices}
+
+
+@pytest.mark.parametrize("shards", [4, 2, 1])
+def test_figures_are_those_of_the_real_run(shards: int, run: Run) -> None:
+    for units, layout in (("model", "flat"), ("blocks", "flat"), ("blocks", "rows")):
+        plan = planned()[shards, units, layout]
+        found = run(4, lived, shards, units, layout)[0]
+        assert found.pop("states") == sum(plan.optimizer.values())
+        assert {key: getattr(plan, key) for key in found} == found
