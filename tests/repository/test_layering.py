@@ -412,7 +412,7 @@ def test_faces_are_asked_no_more() -> None:
 # Functions that finish an iteration. The door and the drivers call them; all others use the door. [Note: rest]
 PIECES_OF_REST = re.compile(
     r"\b(\w+\.(lazy_init|finish_interrupted|wait_for_gradients|show_shards|shows_shards|reset_to_idle"
-    r"|retire_requests|left_unreduced)|setup\.write_back|iteration\.close|limiter\.free_all)$"
+    r"|retire_requests|left_unreduced)|setup\.take_over|iteration\.close|limiter\.free_all)$"
 )
 DOOR = {"engine/models/rest", *(f"engine/runtime/{file}" for file in ("iteration", "forward_driver", "backward_hooks"))}
 

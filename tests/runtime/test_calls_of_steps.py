@@ -165,6 +165,7 @@ OFF = {
     "runtime/turns.py": 2,
     "guards/deferred_grad.py": 0,
 }
+OF_GUARDS = 5  # calls of a unit: before a forward, what users may have assigned instead of its parameters is looked for
 
 
 @lru_cache
@@ -198,12 +199,13 @@ def test_a_feature_that_is_off_takes_no_calls_of_a_unit(path: str) -> None:
     assert ENGINE.joinpath(path).exists()
 
 
-def test_without_the_sites_where_features_attach_a_unit_takes_as_many_calls() -> None:
+def test_what_is_attached_takes_no_calls_of_a_unit_except_for_guards() -> None:
     attached, none = (
         [sum(files_of_a_step(blocks, observed=observed).values()) for blocks in (1, FEW, MANY)][1:]
         for observed in (True, False)
     )
-    assert attached[1] - attached[0] == none[1] - none[0], (attached, none)
+    of_guards = OF_GUARDS * (MANY - FEW)
+    assert attached[1] - attached[0] == none[1] - none[0] + of_guards, (attached, none)
 
 
 def test_a_checkpoint_more_takes_as_many_calls_in_a_deep_model() -> None:

@@ -104,6 +104,10 @@ class Observer:
     def placed(self, units: Any, device: Any) -> None:
         """Called when tensors of `units`, which compute on `device`, may have moved; may raise."""
 
+    def takes_over(self, units: Any) -> None:
+        """Called before parameters of `units` are gathered or read, mostly between iterations: users may have assigned
+        tensors instead of them; may raise."""
+
     def step_begins(self, unit: Any) -> bool:
         """Called before an outermost forward, of `unit`, or before a backward (then `unit` is None). Returns True if it
         replaced methods of the engine's objects: then the call of `unit` is repeated."""
@@ -180,6 +184,7 @@ class Observers:
     options_changed: tuple[Callable[[], None], ...]
     setup_begins: tuple[Callable[[Any], None], ...]
     placed: tuple[Callable[[Any, Any], None], ...]
+    takes_over: tuple[Callable[[Any], None], ...]
     step_begins: tuple[Callable[[Any], bool], ...]
     before_first_gather: tuple[Callable[[], str], ...]
     first_gather_agreed: tuple[Callable[[], None], ...]

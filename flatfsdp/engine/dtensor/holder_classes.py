@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base import _dtensor
-from ..flat.leaf_classes import ORIGINAL
+from ..flat.guard import ORIGINAL
 
 
 def mark(holder: torch.Tensor, leaf: nn.Parameter) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ...errors import ConfigValueError, FlatFSDPError, UsageError, current_rank, refuse_type
-from ..flat.param_refs import ParamRef, refuse_functional_call
+from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
+from ..guards.assignments import refuse_functional_call
 from ..models import param_registry as registry
 from ..models.walks import units_in
 from ..runtime.entries import plain_class

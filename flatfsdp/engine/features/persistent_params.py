@@ -31,10 +31,10 @@ from ..flat.sources import DEVICE, HOST, KeptSource, ParamPersistence, Unsharded
 from ..flat.states import GATHERING, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD
 from ..models.rest import check_outside, collective_call, evict, free_at_once, free_unsharded, models_of, quiesce
+from ..models.unnoticed_writes import is_compared
 from ..models.walks import units_in
 from ..runtime.model import Model, model_of
 from ..runtime.unit import Unit
-from ..runtime.user_writes import is_compared
 
 
 class HostCache(KeptSource):

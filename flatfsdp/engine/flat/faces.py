@@ -9,7 +9,6 @@ the class of a face: every difference is a method or an attribute here (two are 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -250,25 +249,7 @@ class _Adoptions:
         count: their number; code that caches facts about holders computes them again when it changes.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._passed_over: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
-
-    def pass_over(self, held: nn.Parameter, name: str) -> None:
-        """Record that the holder called `name` stays one, and that only values were taken from its replacement."""
-        self.count += 1
-        known, key = self._passed_over, id(held)
-
-        def forget(gone: weakref.ref[nn.Parameter]) -> None:
-            if (found := known.get(key)) is not None and found[0] is gone:
-                del known[key]
-
-        known[key] = weakref.ref(held, forget), name
-
-    def name_in_place_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of the holder that stayed when only values were taken from `parameter`."""
-        found = self._passed_over.get(id(parameter))
-        return found[1] if found is not None and found[0]() is parameter else None
+    count = 0
 
 
 adoptions = _Adoptions()
@@ -305,7 +286,6 @@ class OriginalFace(Face):
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
         self.leaves = self.flagged = self.originals = self.graded = self.pieces = self.holders
-        self._layout = layout
 
     def check_copied(self, what: str) -> None:
         raise UsageError(
@@ -315,10 +295,6 @@ class OriginalFace(Face):
 
     def put(self, param_ref: ParamRef) -> None:
         param_ref.register()
-
-    def adopt(self, index: int, held: nn.Parameter) -> bool:
-        adoptions.pass_over(held, self._layout.params[index].name)
-        return False
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest, self._dtype = at_rest, shard.dtype

@@ -13,18 +13,15 @@ the meta device, only the module.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import UsageError
 from ..base import _torch
-from ..base.autograd import hooks_of_users
 
 
 class ParamRef:
@@ -191,49 +188,3 @@ unlist = partial(enlist, listed=False)
 
 def _itself(module: nn.Module) -> nn.Module:
     return module
-
-
-def check_param_refs(
-    changed: Iterable[ParamRef], shared_refs: Iterable[ParamRef], names: Mapping[int, str], label: str
-) -> None:
-    """Refuse `changed` references of a unit that cannot be written back: only new values for a parameter can be.
-
-    `shared_refs`: references to parameters that other units own; `names`: of all parameters of the model, by id.
-    """
-    shared_refs = list(shared_refs)
-    met: dict[int, ParamRef] = {}
-    for param_ref in changed:
-        held, where = param_ref.current, f"{param_ref.path!r} of unit {label} was changed after wrapping"
-        if held is None:
-            raise UsageError(f"{where}: it was deleted. Delete parameters before wrapping, or keep them")
-        if not isinstance(held, nn.Parameter):
-            raise UsageError(
-                f"{where}: it is a {type(held).__name__} now; expected that parameter or a new nn.Parameter"
-            )
-        first = met.setdefault(id(held), param_ref)
-        if id(held) in names or first.leaf is not param_ref.leaf:
-            raise UsageError(
-                f"{where}: it was tied to {names.get(id(held), first.path)!r}. Wrapping determines which unit owns a "
-                "tied parameter; tie parameters before wrapping"
-            )
-        if hooks_of_users(held) or _torch.hooks_on(held):
-            raise UsageError(
-                f"{where}: it is a different parameter now, which has hooks. Its values would be copied into the "
-                "parameter that was wrapped, which stays in place, so the hooks would never run. Assign the "
-                "parameter, run a forward, and register the hooks then; or copy the values into the existing parameter"
-            )
-        if any(param_ref is alias for alias in shared_refs):
-            raise UsageError(
-                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is a "
-                "different parameter now. Untie parameters before wrapping, or copy values in place"
-            )
-
-
-def refuse_functional_call(changed: Iterable[ParamRef], label: str) -> NoReturn:
-    """Refuse to compute with tensors that functional_call put in the place of the `changed` references."""
-    names = ", ".join(repr(param_ref.path) for param_ref in itertools.islice(changed, 3))
-    raise UsageError(
-        f"torch.func.functional_call passed other tensors for {names} to unit {label}: a wrapped model computes only "
-        "with its own parameters, and these tensors would be written into its shards. Use functional_call on the "
-        "model before wrapping, write values inside summon_full_params(), or load them with load_state_dict()"
-    )

@@ -11,9 +11,9 @@ from torch import nn
 
 from ..layout.layout import FlatLayout, ParamSpec
 from .apart_face import ApartFace
-from .faces import Face, OriginalFace, Sums, adoptions, assign_grad
+from .faces import Face, OriginalFace, Sums, assign_grad
+from .guard import ORIGINAL
 from .layout_views import ShardViews
-from .leaf_classes import ORIGINAL
 from .param_refs import ParamRef
 from .states import Left
 from .write_tracker import FlatParameter
@@ -69,10 +69,6 @@ class PieceFace(ApartFace):
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest, self._dtype = at_rest, shard.dtype
         self.counters[:] = self.holders
-
-    def adopt(self, index: int, held: nn.Parameter) -> bool:
-        adoptions.pass_over(held, self._layout.params[index].name)
-        return False
 
     # -- modules -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ..flat.param_refs import ParamRef
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
+from .assignments import abandon
 
 Place = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its own
 
@@ -52,7 +53,7 @@ def follow_ties(units: Sequence[Unit]) -> None:
         holding = (unit, *unit.alive_sharing_units())
         leaf = unit.handles[kind].leaves[index]
         if not any(ref.leaf is leaf for each in holding for ref in (*each.param_refs, *each.shared_refs)):
-            unit.views[kind].abandon(index)
+            abandon(unit.views[kind], index)
 
 
 def _leaf(place: Place) -> nn.Parameter:

@@ -24,6 +24,7 @@ from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..models import param_registry as registry
 from ..models.rest import before_step
 from ..runtime.model import Model
+from .assignments import name_in_place_of
 from .optimizer_options import compare_options, is_compared
 from .setup_checks import check_registered
 from .window_marks import WindowMarks, open_windows
@@ -183,7 +184,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     strangers = set[int]()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if (name := adoptions.name_in_place_of(parameter)) is not None:
+            if (name := name_in_place_of(parameter)) is not None:
                 raise UsageError(
                     f"param group {number} of the optimizer holds a parameter that replaced {name!r} "
                     "after wrapping. A forward, or the end of summon_full_params(), takes over only the values; the "

@@ -35,10 +35,11 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..flat.faces import own_grad, set_own_grad
 from ..flat.flat_param import FlatParamHandle
-from ..flat.leaf_classes import ORIGINAL, LeafClasses
+from ..flat.guard import ORIGINAL
 from ..flat.views import change_classes
 from ..flat.write_tracker import TracksWrites
 from .deferred_grad import ARRIVALS, DeferredGradParameter, show_deferred, wait_for_grad
+from .lost_writes import WriteGuard
 
 
 class ClassVariants(dict[type, type]):
@@ -298,7 +299,21 @@ def _forget(
         remove()
 
 
-GUARDED = LeafClasses(HIDDEN, NOTICED, PRIVATE_HIDDEN, PRIVATE_NOTICED, may_hide, ARRIVALS, show_deferred)
+class ParamGuard(WriteGuard):
+    """Refuses uses of parameters that do not show their value, and notices writes that would be lost."""
+
+    hidden, private_hidden = HIDDEN, PRIVATE_HIDDEN
+    noticed, private_noticed = NOTICED, PRIVATE_NOTICED
+    awaited = ARRIVALS
+
+    def register(self, handle: FlatParamHandle) -> Callable[[], object]:
+        return may_hide(handle)
+
+    def show_awaited(self, holders: Sequence[nn.Parameter]) -> None:
+        show_deferred(holders)
+
+
+GUARDED = ParamGuard()
 
 
 def has_handle(leaf: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observer
 from ..models.walks import unmanaged_parameters
 from ..runtime.unit import Unit
+from .assignments import without_values
 from .enclosing_ddp import check_enclosing
 from .fast_paths import keep_out_inside
 from .late_ties import follow_ties
@@ -74,11 +75,12 @@ def check_placed(outermost: nn.Module, units: Sequence[Unit], device: torch.devi
     elsewhere: list[str] = []
     managed: set[int] = set()
     for unit in units:
-        for handle, views, _ in unit.kinds:
+        for handle in unit.handles:
             managed.update(map(id, handle.parameters))
             found, expected = handle.shard.device, torch.device("cpu") if handle.options.offload else device
+            without = without_values(handle)
             for index, spec in enumerate(handle.layout.params):
-                if found.type == "meta" or index in views.without_values:
+                if found.type == "meta" or index in without:
                     on_meta.append(unit.entries.fqn(spec.name))
                 elif found != expected:
                     elsewhere.append(f"{unit.entries.fqn(spec.name)} ({found}, expected {expected})")

@@ -19,7 +19,6 @@ from torch import nn
 
 from ...errors import UsageError, refuse_type
 from ..base import _torch
-from ..base.overrides import is_memoryless
 from ..base.peers import Peers
 from ..flat.sources import DEVICE
 from ..flat.states import IDLE, SHARDED, SUMMONED, UNSHARDED
@@ -29,8 +28,9 @@ from ..runtime.iteration import LEFT_BEHIND, RETAINED
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import units_at
 from ..runtime.unit import Unit
-from ..runtime.user_writes import check_left_unsharded, follow_other_ranks, is_compared, retire_request
+from ..runtime.user_writes import follow_other_ranks
 from . import param_registry as registry
+from .unnoticed_writes import copy_shards, is_compared
 
 
 def check_outside(unit: Unit, method: str) -> None:
@@ -119,7 +119,7 @@ def quiesce(
 def take_over(units: Collection[Unit]) -> None:
     """Take over tensors that users assigned instead of parameters of `units`, if these show their shards, or raise."""
     for model in models_of(units):
-        model.setup.write_back([unit for unit in units if model_of(unit) is model])
+        model.setup.take_over([unit for unit in units if model_of(unit) is model])
 
 
 def free_unsharded(model: Model) -> None:
@@ -256,10 +256,11 @@ def unshard(unit: Unit) -> None:
     for each in (*unit.owning_units, unit):
         at_rest = iteration.is_at_rest and each.phase is IDLE
         if at_rest:
-            retire_request(each, written=False)  # an earlier one
-        model.setup.write_back([each])
+            each.guard.end_request(each, written=False)  # an earlier one
+        model.setup.take_over([each])
         follow_before_request(each, model.agreement, at_rest=at_rest)
-        begin_request(each, at_rest=at_rest)
+        each.kept.by_choice = (at_rest or each.shows_shard) and each.axes.is_spread
+        copy_shards(each)
         if each.launch_unshard(ahead=True) and iteration.backward is not None:
             model.agreement.issued.gathered.append((model.agreement.scope, each.place.index))
         iteration.ahead[each] = None
@@ -283,18 +284,6 @@ def follow_before_request(unit: Unit, agreement: Peers, *, at_rest: bool) -> Non
             evict(unit)
 
 
-def begin_request(unit: Unit, *, at_rest: bool) -> None:
-    """A user is about to unshard `unit`: record the versions, and copies if needed, of its shards."""
-    unit.kept.versions = [handle.writes.all for handle in unit.handles]
-    unit.kept.by_choice = (at_rest or unit.shows_shard) and unit.axes.is_spread
-    compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
-    if compares and not all([handle.face.is_flat for handle in unit.handles]):
-        shards = [(handle.shard.detach(), handle.has_memory) for handle in unit.handles]
-        unit.kept.shards = [shard.clone() if has_memory else shard for shard, has_memory in shards]
-    elif unit.kept.shards:
-        unit.kept.shards.clear()
-
-
 def reshard(unit: Unit) -> None:
     """Free the unsharded parameters of `unit` on a user's request."""
     model = model_of(unit)
@@ -309,8 +298,8 @@ def reshard(unit: Unit) -> None:
         )
     model.agreement.check_request(unit.place.index, "reshard")
     if iteration.is_at_rest:
-        retire_request(unit, written=True)
-    check_left_unsharded(unit)
+        unit.guard.end_request(unit, written=True)
+    unit.guard.check_left(unit)
     awaits_backward = not iteration.record.consumed and unit in iteration.record.entered
     unit.reshard(SHOWS_NOTHING if awaits_backward else SHOWS_SHARD, unreached=iteration.backward is not None)
     unit.drop_retained()

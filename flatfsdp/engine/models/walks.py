@@ -87,6 +87,17 @@ def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
     return list(first.values())
 
 
+def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
+    """The path of every parameter of `units` in their model, by the ids of its leaf and its holder."""
+    return {
+        id(parameter): unit.entries.fqn(spec.name)
+        for unit in units
+        for handle in unit.handles
+        for index, spec in enumerate(handle.layout.params)
+        for parameter in handle.face.objects_of(index)
+    }
+
+
 def modules_of(module: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of `module` outside nested units and ignored modules, with their paths."""
     found: dict[nn.Module, str] = {}

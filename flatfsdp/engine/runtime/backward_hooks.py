@@ -21,7 +21,6 @@ from ..base.events import Observers
 from ..base.peers import Peers
 from ..flat.faces import own_grad, set_own_grad
 from ..flat.states import FORWARD, IDLE, POST_BACKWARD, PRE_BACKWARD, STEPPED, SUMMONED, UNSHARDED
-from ..flat.views import check_exposed
 from ..schedule.backward_schedule import BackwardSchedule, UnitRules
 from ..schedule.forward_schedule import ForwardRecord
 from . import late_gradients
@@ -246,9 +245,10 @@ class BackwardHooks:
         begun = unit.phase is PRE_BACKWARD
         if not self._must_gather(unit, call, backward):
             return
-        for handle, views, _ in unit.kinds:
+        for handle in unit.handles:
             if handle.state is UNSHARDED:
-                check_exposed(views)
+                unit.guard.check_used(unit)
+                break
         if call is None and _may_be_read_after_its_gradients(unit, backward):
             own.keep_unsharded = True
         backward.reached(unit)

@@ -22,7 +22,7 @@ from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..base.peers import RUNS, STAYED, Peers, with_unsharded
 from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Left
-from ..flat.views import SHOWS_NOTHING, SHOWS_UNSHARDED, check_unwritten, keep_packed
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED
 from ..schedule.actions import Action
 from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from .backward_hooks import BackwardHooks, GradientHook, UnitHooks
@@ -36,7 +36,7 @@ from .turns import PLAIN
 from .unit import Unit, shared_under_reentrance
 from .unit_collectives import Apart
 from .unit_state import ForwardCall
-from .user_writes import apply_shard_writes, follow_other_ranks
+from .user_writes import follow_other_ranks
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -99,7 +99,7 @@ class ForwardDriver:
         try:
             if iteration.is_at_rest and iteration.ahead:
                 iteration.retire_requests()
-            setup.write_back(setup.units)
+            setup.take_over(setup.units)
             if training:
                 for observe in self.observers.training_begins:
                     observe(setup.units)
@@ -109,7 +109,7 @@ class ForwardDriver:
             raise
         for each in setup.units:
             for views in each.views:
-                views.guard()
+                views.refuse_holders()
         new_record = training and iteration.record.consumed
         if new_record:
             iteration.record = ForwardRecord()
@@ -195,10 +195,12 @@ class ForwardDriver:
             for owning_unit in owners:
                 record.enter_sharing_without_graph(owning_unit)
         for each in (*owners, unit) if owners else (unit,):
-            for handle in each.handles:  # only these can lag behind their shards
-                if handle.state is not SHARDED or handle.face.is_flat:
-                    apply_shard_writes(each)
-                    break
+            for handle, views, _ in each.kinds:
+                if views.mode is SHOWS_SHARD:  # compute with what was written earlier in this forward
+                    if handle.face.is_flat and not handle.flat_shows_shard:
+                        self.setup.take_over([each])
+                    if handle.state is not SHARDED and handle.writes.was_written_since_gathered:
+                        self.resources.free(handle)
         return self.schedule.enters(unit)
 
     def _compare_turn(self, unit: Unit, *, runs: bool) -> None:
@@ -506,10 +508,8 @@ def _own_output(unit: Unit, output: Any, given: Given) -> Any:
     """`output` with copies of tensors that are views of unsharded parameters, whose memory is about to be freed."""
     occupied: set[int] = set()
     for each in (unit, *unit.owning_units) if unit.owning_units else (unit,):
-        for handle, views, _ in each.kinds:
-            if handle.state is UNSHARDED and handle.options.packed:
-                keep_packed(views, each.param_refs)
-            check_unwritten(views)
+        each.guard.check_computed(each)
+        for handle in each.handles:
             if handle.state is UNSHARDED and handle.unsharded.buffer is not None:
                 occupied.add(handle.unsharded.flat.data_ptr())
                 if handle.unsharded.has_inner:

@@ -22,9 +22,9 @@ from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.peers import Peers
 from ..flat.states import FORWARD as UNIT_FORWARD
-from ..flat.states import GATHERING, SUMMONED
+from ..flat.states import GATHERING, SUMMONED, Left
 from ..flat.states import IDLE as UNIT_IDLE
-from ..flat.views import SHOWS_SHARD, check_left
+from ..flat.views import SHOWS_SHARD
 from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
 from .finish import Awaited, Finisher
@@ -33,7 +33,6 @@ from .substitutes import KeptSubstitutes
 from .turns import PLAIN
 from .unit import Unit
 from .unit_state import UnitBackward
-from .user_writes import check_left_unsharded, retire_request
 
 
 class Stage(enum.Enum):
@@ -238,8 +237,8 @@ class Iteration:
         """Raise for writes to unsharded parameters of units that the backward, which has ended, did not reach."""
         for unit in self._units:
             for views in unit.views:
-                if views.tracks_writes or views.is_left_unsharded:
-                    check_left(views)
+                if views.left is not Left.COMPUTING:
+                    unit.guard.check_left(unit)
 
     def fail_backward(self, backward: Backward) -> None:
         """The graph task failed: restore `.grad` immediately; the next call does everything else (`close`)."""
@@ -378,7 +377,7 @@ class Iteration:
     def retire_requests(self, *, written: bool = False) -> None:
         """Check units that a user unsharded between iterations, and free those whose shards were written to."""
         for unit in self.ahead:
-            retire_request(unit, written=written)
+            unit.guard.end_request(unit, written=written)
 
     @property
     def shows_shards(self) -> bool:
@@ -401,7 +400,7 @@ class Iteration:
             self.retire_requests(written=True)
         try:
             for unit in self._units:
-                check_left_unsharded(unit)
+                unit.guard.check_left(unit)
         finally:
             for unit in self._units:
                 unit.reset_to_idle()
@@ -413,7 +412,6 @@ def _reshard_unused(unit: Unit) -> None:
     """Free parameters that were gathered ahead, and that the forward did not use."""
     unused = [handle for handle in unit.handles if handle.state is GATHERING]
     for handle in unused:
-        handle.wait_unshard()
         unit.resources.free(handle)
     if unused:
         unit.record_event("reshard")

@@ -44,17 +44,6 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
-    """The path of every parameter of `units` in their model, by the ids of its leaf and its holder."""
-    return {
-        id(parameter): unit.entries.fqn(spec.name)
-        for unit in units
-        for handle in unit.handles
-        for index, spec in enumerate(handle.layout.params)
-        for parameter in handle.face.objects_of(index)
-    }
-
-
 # -- backwards ---------------------------------------------------------------------------------------------------------
 
 

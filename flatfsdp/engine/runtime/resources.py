@@ -14,6 +14,7 @@ from ..comm.transport import Encoding, Exchanges, Transport
 from ..device.memory import Limiter, MemoryTracker
 from ..device.streams import Device, Stream
 from ..flat.flat_param import FlatParamHandle
+from ..flat.states import GATHERING
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ class Resources:
         self._gathers_on_callers = other._gathers_on_callers
 
     def free(self, handle: FlatParamHandle) -> None:
-        """Reshard `handle`; its memory may be reused once the caller's stream has finished with it."""
+        """Reshard `handle`, which is unsharded or being gathered; its memory may be reused once the caller's stream has
+        finished with it."""
+        if handle.state is GATHERING:
+            handle.wait_unshard()
         buffer = handle.reshard()
         if buffer is not None:
             self.limiter.free_later(handle.name, buffer)

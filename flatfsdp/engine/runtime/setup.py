@@ -3,7 +3,6 @@ collective; and later changes of their options."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +11,12 @@ from ...errors import UsageError
 from ..base.events import Observers
 from ..base.peers import Checksums, Peers
 from ..comm.axes import ProcessGroups
-from ..flat.param_refs import ParamRef
-from .model_facts import names_of_leaves
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
 from .unit_collectives import Apart
 from .unit_state import Resolved, Transports, UnitPlace
-from .user_writes import write_back
+from .user_writes import free_stale
 
 
 @dataclass(eq=False)
@@ -82,11 +79,11 @@ class Setup:
         for observe in self.observers.setup_begins:
             observe(units)
         # Tensors that were loaded instead of parameters, on the meta device or not.
-        self.write_back([unit for unit in units if unit.entries.in_place])
+        self.take_over([unit for unit in units if unit.entries.in_place])
         self.check_placed()
         self.choose_unshard_stream()
         if training:
-            self.write_back(units)  # a tensor that a user assigned instead of a parameter is no initial value
+            self.take_over(units)  # a tensor that a user assigned instead of a parameter is no initial value
         self.agreement.is_alone = all([groups.world == 1 for unit in units for groups in unit.axes.all])
         if self.introduce is not None:
             self.introduce(self, training=training)
@@ -151,21 +148,12 @@ class Setup:
                 )
         self.resources.gather_on_callers_stream(on_callers)
 
-    def write_back(self, units: Sequence[Unit]) -> None:
-        """Take over tensors that users assigned instead of parameters of `units`, which are of this model.
-
-        Raises:
-            UsageError: for changes that cannot be taken over.
-        """
-        names = functools.partial(names_of_leaves, self.units)
-        # Of all units at once: seldom any module holds another object than it should.
-        looks = bool(ParamRef.changed([each for unit in units for each in (*unit.param_refs, *unit.shared_refs)]))
-        cast = True  # also after an error half-way
-        try:
-            cast = any([write_back(unit, names, looks=looks) for unit in units])
-        finally:
-            if cast:
-                self.coalescer.measure(self.units)  # units of another dtype have another size
+    def take_over(self, units: Sequence[Unit]) -> None:
+        """Let observers take over what users assigned to parameters of `units`, which are of this model, and free kept
+        parameters that are out of date."""
+        for observe in self.observers.takes_over:
+            observe(units)
+        free_stale(units)
 
     # -- choices -----------------------------------------------------------------------------------------------------
 

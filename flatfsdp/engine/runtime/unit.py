@@ -25,7 +25,7 @@ from ..comm.axes import ProcessGroups
 from ..config.unit_options import UnitOptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradients import Gradients
-from ..flat.leaf_classes import PLAIN, LeafClasses
+from ..flat.guard import PLAIN, Guard
 from ..flat.param_refs import ParamRef, flat_name
 from ..flat.sources import DEVICE, UnshardSource
 from ..flat.states import (
@@ -40,7 +40,7 @@ from ..flat.states import (
     Phase,
     refuse_step,
 )
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode, check_exposed
+from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode
 from .entries import Entries
 from .resources import Resources
 from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitAxes, UnitBackward, UnitPlace, WatchedLeaves
@@ -62,6 +62,7 @@ class Unit:
             is. shared_refs: where modules of this unit hold those.
         sharing_units: units that hold parameters of this one too, weakly.
         groups: the axes over which it is sharded; axes: those of handles that are elsewhere, too.
+        guard: looks for writes of users to unsharded parameters.
         options: chosen by users; resolved: the values that follow from them, once the unit is connected.
         model: the model that it belongs to, held weakly; None once that was deleted.
         run_summoned: runs a method of its module with arguments while the unit is SUMMONED; set by what summons it.
@@ -86,13 +87,14 @@ class Unit:
         options: UnitOptions,
         owning_units: Sequence[Unit] = (),
         shared_refs: Sequence[ParamRef] = (),
-        classes: LeafClasses = PLAIN,
+        guard: Guard = PLAIN,
     ) -> None:
         self.place = UnitPlace()
         self.entries = entries
+        self.guard = guard
         self.handles = list(handles)
         self._retarget(param_refs)
-        self.views = [ParamViews(handle, classes) for handle in self.handles]
+        self.views = [ParamViews(handle, guard) for handle in self.handles]
         self.grads = [Gradients(handle, views) for handle, views in zip(self.handles, self.views, strict=True)]
         self.kinds = list(zip(self.handles, self.views, self.grads, strict=True))
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
@@ -280,7 +282,7 @@ class Unit:
                 views.show(SHOWS_UNSHARDED)
             elif views.tracks_writes or views.left is Left.SET_ASIDE:
                 views.end_tracking()
-            views.is_left_unsharded = False
+            views.left = Left.COMPUTING
             if views.extended:
                 views.install_extended()
 
@@ -308,8 +310,8 @@ class Unit:
                     elif mode is SHOWS_NOTHING:
                         views.track_writes()
                 elif handle.unsharded.buffer is not None or mode is SHOWS_SHARD:
-                    if unreached and views.tracks_writes:
-                        check_exposed(views)
+                    if unreached and views.left is not Left.COMPUTING:
+                        self.guard.check_left(self)
                     limiter = self.resources.limiter
                     handed_over = grads.slots.shares and grads.take_over_buffer(
                         functools.partial(limiter.free_later, handle.name)

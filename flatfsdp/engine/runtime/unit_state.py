@@ -147,15 +147,13 @@ class KeptUnsharded:
         by_choice: because of its options, or on a user's request.
         trusted: its shards are not written to meanwhile, so that kept parameters are not compared with them.
         maybe_stale: some ranks may have written to their shards since, and others not.
-        versions: of the shards of its handles at the user's request.
-        shards: copies of them then, if not all writes change versions.
+        shards: copies of those of its handles at the user's request, if not all writes change versions.
         retain: keeps shards of the unit, which a forward is about to free; its backward gathers from these.
     """
 
     by_choice: bool = False
     trusted: bool = False
     maybe_stale: bool = False
-    versions: list[tuple[int, ...]] = field(default_factory=list)
     shards: list[torch.Tensor] = field(default_factory=list)
     retain: Callable[[Any], None] | None = None
 

@@ -15,17 +15,17 @@ from torch import nn
 
 from ...errors import UsageError
 from ..base import _torch
-from ..flat.faces import adoptions, assign_grad
+from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import full_views, shard_of
-from ..flat.param_refs import ParamRef, check_param_refs
+from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE, SUMMONED
-from ..flat.views import SHOWS_UNSHARDED, unaliased
+from ..flat.views import SHOWS_UNSHARDED
+from ..guards.assignments import check_param_refs, pass_over, unaliased
 from ..models.rest import collective_call, quiesce
 from ..models.spread import own_axes
 from ..models.walks import register_leaves
 from ..runtime.model import model_of
-from ..runtime.model_facts import names_of_leaves
 from ..runtime.module_tree import put_at_rest
 from ..runtime.substitutes import Given
 from ..runtime.unit import Unit
@@ -201,7 +201,7 @@ def _end_replaced(unit: Unit, *, takes: bool) -> tuple[dict[int, nn.Parameter], 
     refused = []
     try:
         if changed and takes:
-            check_param_refs(changed, unit.shared_refs, names_of_leaves(model_of(unit).units), unit.label)
+            check_param_refs(unit, changed)
     except UsageError as error:
         takes = False
         refused.append(str(error))
@@ -210,7 +210,7 @@ def _end_replaced(unit: Unit, *, takes: bool) -> tuple[dict[int, nn.Parameter], 
         param_ref.hold(param_ref.held)
         if not isinstance(held, nn.Parameter):
             continue
-        adoptions.pass_over(held, param_ref.path)
+        pass_over(held, param_ref.path)
         if not takes:
             continue
         if held.is_meta or held.layout is not torch.strided:

@@ -52,6 +52,7 @@ from ..flat.faces import FaceMaker, FlatFace
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
+from ..guards.assignments import AssignedTensors
 from ..guards.fast_paths import keep_out
 from ..guards.optimizer_hooks import guard_optimizers
 from ..guards.param_guard import GUARDED
@@ -175,7 +176,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         options=_options(config, reshard),
         owning_units=owners_of(shared_refs),
         shared_refs=shared_refs,
-        classes=GUARDED,
+        guard=GUARDED,
     )
     install_extensions(unit, transformed)
     if not front.entries:
@@ -401,7 +402,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     model = Model(unit, resources, settings, agreement, coalescer_for(most=settings.join_units_below))
     model.setup.introduce = introduce
     wait_for_gradients(nested)
-    model.observers.set(SetupChecks(), ProfilerRanges(model), UnsteppedCheck(model))
+    model.observers.set(SetupChecks(), AssignedTensors(), ProfilerRanges(model), UnsteppedCheck(model))
     attach_gradient_hooks(model, nested)
     check_values_of(model, nested)
     defer_as(model, nested)

@@ -31,7 +31,7 @@ from ..dtensor.extended_handle import handle_class
 from ..features.deferred_gradients import defers, set_defers
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
-from ..flat.leaf_classes import ORIGINAL
+from ..flat.guard import ORIGINAL
 from ..flat.param_refs import ParamRef, marks_of
 from ..flat.states import IDLE
 from ..guards.param_guard import GUARDED
@@ -205,7 +205,7 @@ def _unit_of(plan: UnitPlan) -> Unit:
         groups=plan.groups,
         elsewhere={handles[number]: groups for number, groups in plan.elsewhere.items()},
         options=UnitOptions(**plan.options),
-        classes=GUARDED,
+        guard=GUARDED,
     )
     extended = []
     for number, index, state, transform in plan.extended:

@@ -23,7 +23,7 @@ from ...agreement.object_collectives import is_first_of
 from ...base.fqns import clean
 from ...config.state_dict_configs import StateDictSettings, StateDictType
 from ...flat.flat_param import FlatParamHandle
-from ...flat.leaf_classes import ORIGINAL
+from ...flat.guard import ORIGINAL
 from ...flat.param_refs import flat_name
 from ...flat.states import SUMMONED
 from ...layout.layout import ParamSpec
