@@ -6,7 +6,7 @@ the pieces of a shard. Empty ones are left out, since they are not exchanged. [N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,14 +24,6 @@ def dense(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.is_contiguous():
         return leaf.reshape(-1)
     return leaf.as_strided((leaf.numel(),), (1,), leaf.storage_offset())
-
-
-def are_set_to(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """Whether each of `tensors` has the memory, shape and strides of the other. False if that is not known."""
-    try:
-        return all(map(torch.Tensor.is_set_to, tensors, others))
-    except RuntimeError:  # of another kind: on another device, sparse
-        return False
 
 
 def is_dense(leaf: torch.Tensor) -> bool:

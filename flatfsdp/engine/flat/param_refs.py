@@ -149,22 +149,6 @@ def flat_name(kind: int) -> str:
     return f"_flat_param_{kind}" if kind else "_flat_param"
 
 
-def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes that users have set on `parameter`. [Note: marks of parameters]
-
-    [Note: marks of parameters] Models mark parameters (`parameter.no_decay = True`), and code that groups them for an
-    optimizer reads the marks. They are kept on whatever object stands for a parameter: a holder shares the attributes
-    of its leaf, copies and replacements get them. torch drops them in copies and in `load_state_dict(assign=True)`.
-    The tensors that a tensor is made of are attributes, too, and no marks: they would keep its whole memory.
-    """
-    flatten = getattr(parameter, "__tensor_flatten__", None)
-    inner = () if flatten is None else flatten()[0]
-    return {name: value for name, value in vars(parameter).items() if name != _IS_PARAMETER and name not in inner}
-
-
-_IS_PARAMETER = "_is_param"  # torch's, on parameters of other classes than its own
-
-
 def enlist(param_refs: Iterable[ParamRef], *, listed: bool = True) -> list[ParamRef]:
     """Let modules list the plain attributes in these places as parameters, or the reverse if not `listed`. Returns the
     places that changed. A place where users have put another object is left unchanged."""

@@ -22,13 +22,14 @@ from ..base.events import Observer
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import dense
-from ..flat.param_refs import ParamRef, marks_of
+from ..flat.param_refs import ParamRef
 from ..flat.states import SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_SHARD, ParamViews
 from ..models.unnoticed_writes import differs, is_stale
 from ..models.walks import names_of_leaves
 from ..runtime.model import model_of
 from ..runtime.unit import Unit
+from ..transforms.extensions import marks_of
 from .lost_writes import check_again
 
 

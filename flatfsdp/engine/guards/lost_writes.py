@@ -20,7 +20,6 @@ from ..base._torch import as_plain_tensors
 from ..flat.faces import own_grad, set_own_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.guard import ORIGINAL, Guard
-from ..flat.layout_views import are_set_to
 from ..flat.param_refs import ParamRef
 from ..flat.states import SUMMONED, UNSHARDED, Left
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews
@@ -110,12 +109,20 @@ def _was_replaced(views: ParamViews) -> bool:
     leaves, expected = handle.leaves, handle.unsharded.views
     with as_plain_tensors():
         # `is_set_to` is an operation of torch: modes would see it, and wrapper subclasses do not have it.
-        alike = not (handle.unsharded.has_inner or modes_active()) and are_set_to(leaves, expected)
+        alike = not (handle.unsharded.has_inner or modes_active()) and _are_set_to(leaves, expected)
         for fact in () if alike else _FACTS:
             if list(map(fact, leaves)) != list(map(fact, expected)):
                 return True
     displaced = handle.face.displaced() if views.left is not Left.SET_ASIDE else None
     return bool(displaced and _displaced(views))
+
+
+def _are_set_to(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Whether each of `tensors` has the memory, shape and strides of the other. False if that is not known."""
+    try:
+        return all(map(torch.Tensor.is_set_to, tensors, others))
+    except RuntimeError:  # of another kind: on another device, sparse
+        return False
 
 
 def _displaced(views: ParamViews) -> set[int]:

@@ -25,9 +25,10 @@ def free_stale(units: Iterable[Unit]) -> None:
                 continue
             if (kept := handle.face.kept) is not None and kept.shows:
                 kept.release()
-            if handle.state is UNSHARDED:
-                if handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle):
-                    unit.resources.free(handle)
+            if handle.state is UNSHARDED and (
+                handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle)
+            ):
+                unit.resources.free(handle)
             if handle.kept_source is not None and handle.state is SHARDED:
                 handle.drop_stale_source()
 

@@ -17,9 +17,25 @@ from torch import nn
 
 from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
-from ..flat.param_refs import ParamRef, marks_of
+from ..flat.param_refs import ParamRef
 from ..flat.views import ParamViews
 from ..layout.layout import PartOfWhole
+
+
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users have set on `parameter`. [Note: marks of parameters]
+
+    [Note: marks of parameters] Models mark parameters (`parameter.no_decay = True`), and code that groups them for an
+    optimizer reads the marks. They are kept on whatever object stands for a parameter: a holder shares the attributes
+    of its leaf, copies and replacements get them. torch drops them in copies and in `load_state_dict(assign=True)`.
+    The tensors that a tensor is made of are attributes, too, and no marks: they would keep its whole memory.
+    """
+    flatten = getattr(parameter, "__tensor_flatten__", None)
+    inner = () if flatten is None else flatten()[0]
+    return {name: value for name, value in vars(parameter).items() if name != _IS_PARAMETER and name not in inner}
+
+
+_IS_PARAMETER = "_is_param"  # torch's, on parameters of other classes than its own
 
 
 class FlatParamExtensions(Protocol):

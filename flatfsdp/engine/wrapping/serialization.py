@@ -32,7 +32,7 @@ from ..features.deferred_gradients import defers, set_defers
 from ..features.error_feedback import residuals_of
 from ..features.forward_methods import REGISTERED, register_fsdp_forward_method
 from ..flat.guard import ORIGINAL
-from ..flat.param_refs import ParamRef, marks_of
+from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE
 from ..guards.param_guard import GUARDED
 from ..models.rest import quiesce
@@ -43,7 +43,7 @@ from ..runtime.module_tree import put_at_rest
 from ..runtime.resources import ModelSettings
 from ..runtime.unit import Unit
 from ..runtime.unit_state import BuiltWith
-from ..transforms.extensions import Transform, TransformedParam, as_transform, transformed_in
+from ..transforms.extensions import Transform, TransformedParam, as_transform, marks_of, transformed_in
 from .build import install_extensions, new_model
 from .wrapper_support import keep_model
 

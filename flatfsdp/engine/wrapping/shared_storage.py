@@ -32,10 +32,11 @@ from ..base._torch import storage_uses
 from ..base.fqns import clean, fqn
 from ..base.overrides import is_memoryless
 from ..dtensor.gather_hooks import has_gather_hooks, inner_of
-from ..flat.param_refs import ParamRef, marks_of
+from ..flat.param_refs import ParamRef
 from ..models.param_registry import owner_of
 from ..models.walks import units_in
 from ..runtime.unit import Unit
+from ..transforms.extensions import marks_of
 
 # The memory of one tensor, or of one of the tensors that it is made of: its space (the device, or the storage of a
 # tensor without memory); from which byte to before which; shape, strides, size of an element, and dtype.
