@@ -133,6 +133,13 @@ class Observer:
     def backward_reaches(self) -> None:
         """Called when a backward reaches a unit; may raise."""
 
+    def unit_reached(self, unit: Any) -> None:
+        """Called when a backward reaches `unit`, before its parameters are gathered."""
+
+    def graph_left(self) -> None:
+        """Called when the graph task of a backward has ended, before outstanding reductions, or has failed; then during
+        exception handling."""
+
     def backward_agreed(self, *, reduces: bool) -> None:
         """Called when ranks have agreed on a backward, before it issues collectives: may be collective. `reduces`:
         whether any unit reduces gradients in it."""
@@ -192,6 +199,8 @@ class Observers:
     forward_ended: tuple[Callable[..., None], ...]
     training_begins: tuple[Callable[..., None], ...]
     backward_reaches: tuple[Callable[[], None], ...]
+    unit_reached: tuple[Callable[[Any], None], ...]
+    graph_left: tuple[Callable[[], None], ...]
     backward_agreed: tuple[Callable[..., None], ...]
     forward_order: tuple[Callable[[Any], Any], ...]
     finisher: tuple[Callable[..., Any], ...]

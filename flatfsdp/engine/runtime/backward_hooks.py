@@ -230,8 +230,8 @@ class BackwardHooks:
         if unit.phase is FORWARD:
             _refuse_inside_forward(unit)
         backward, own = self.begin(unit), unit.backward
-        if self.iteration.substitutes.kept:
-            self.iteration.substitutes.before_backward(unit)
+        for observe in self.observers.unit_reached:
+            observe(unit)
         if call is None:
             self._await_unseen_end(unit)
         if own.completed and (unit in backward.schedule.finished or _is_done_reading(unit, backward)):

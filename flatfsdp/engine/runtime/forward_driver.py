@@ -20,18 +20,17 @@ from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..base.peers import RUNS, STAYED, Peers, with_unsharded
-from ..flat.buffer_casting import cast_buffers
 from ..flat.states import FORWARD, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Left
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED
 from ..schedule.actions import Action
 from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from .backward_hooks import BackwardHooks, GradientHook, UnitHooks
 from .gradient_flow import GradientFlow
+from .inputs import Given
 from .iteration import ENDED_BADLY, FAILED, LEFT_BEHIND, Iteration, Outcome
 from .model_facts import trained_parameters
 from .resources import Resources
 from .setup import Setup
-from .substitutes import Given
 from .turns import PLAIN
 from .unit import Unit, shared_under_reentrance
 from .unit_collectives import Apart
@@ -59,7 +58,11 @@ FACTS: ForwardFacts[Unit] = ForwardFacts(
 
 @dataclass(eq=False)
 class ForwardDriver:
-    """Drives the forwards of one model."""
+    """Drives the forwards of one model.
+
+    Attributes:
+        given: of the inputs of each call; another class may be given.
+    """
 
     setup: Setup
     iteration: Iteration
@@ -69,6 +72,7 @@ class ForwardDriver:
     coalescer: Apart
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
+    given: type[Given] = Given
     _turns_version: int = -1  # of the options that the turns depend on
 
     def __post_init__(self) -> None:
@@ -114,8 +118,6 @@ class ForwardDriver:
         if new_record:
             iteration.record = ForwardRecord()
             self.gradient_flow.unhook()
-        if iteration.substitutes.kept:
-            iteration.substitutes.drop_unused(all_kept=new_record)
         self.schedule.order.begin()
         iteration.training = training
         if self._turns_version != setup.version:
@@ -284,22 +286,17 @@ class ForwardDriver:
         iteration.depth += 1
         recomputing = _torch.graph_task() != -1  # inside a backward
         phase, again = unit.phase, unit.phase is FORWARD  # inside its own forward
-        given = Given()
+        given = self.given()
         given.args, given.kwargs = args, kwargs
         try:
             unit_call, outer_dtype = self._before(unit, outermost, recomputing, given, runs=again)
-            dtype = None if (low := unit.built.mixed_precision.buffer_dtype) is None or unit.in_full_precision else low
-            if dtype is None:
-                output = call(*given.args, **given.kwargs)
-            else:
-                with cast_buffers(unit.built.modules, dtype):
-                    output = call(*given.args, **given.kwargs)
+            if unit.around is not None:
+                call = functools.partial(unit.around, unit, call)
+            output = call(*given.args, **given.kwargs)
             if not (recomputing or iteration.turns.plain):
                 iteration.turns.module_ran(unit, self)
-            if given.substitutes is not None:
-                given.return_places()
-                if torch.is_grad_enabled():
-                    iteration.substitutes.keep(unit, given.substitutes, iteration.record.running)
+            if given.is_cast:
+                given.ended(unit)
             output = _own_output(unit, output, given)
             if outer_dtype is not None:
                 output = cast_floating(output, outer_dtype, in_place=given)
@@ -309,7 +306,7 @@ class ForwardDriver:
             for observe in () if recomputing else self.observers.forward_ended:
                 observe(unit, output, outermost=outermost)
         except BaseException as error:
-            given.return_places()
+            given.ended(None)
             unit.phase = phase
             if recomputing:
                 self.agreement.refuse(error)
@@ -385,7 +382,7 @@ class ForwardDriver:
         return self.gradient_flow.watch_inputs(unit, of_unit[unit], given.trained(), began), outer_dtype
 
     def _substitute(self, unit: Unit, outermost: bool, given: Given) -> None:
-        """Give the forward of `unit` inputs on its device and in its dtype. [Note: substitutes]"""
+        """Give the forward of `unit` inputs on its device and in its dtype."""
         dtype = None if unit.in_full_precision else unit.resolved.input_dtype
         if dtype is None and unit.built.island:
             dtype = unit.handles[0].shard.dtype if unit.handles else torch.float32

@@ -29,7 +29,6 @@ from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
 from .finish import Awaited, Finisher
 from .resources import Resources
-from .substitutes import KeptSubstitutes
 from .turns import PLAIN
 from .unit import Unit
 from .unit_state import UnitBackward
@@ -91,7 +90,6 @@ class Iteration:
         turns: of units in the forward. [Note: turns]
         pending: gradients of the last backward that are still being reduced. [Note: finishers]
         left_unreduced: the last backward with reductions computed no gradient on any rank. [Note: left unreduced]
-        substitutes: in the arguments of forwards that a backward may recompute in part. [Note: substitutes]
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class Iteration:
         """`units`: the list of the model itself, which may change."""
         self.stage = IDLE
         self.record: ForwardRecord[Unit] = ForwardRecord()
-        self.substitutes = KeptSubstitutes()
         self.backward: Backward | None = None
         self.depth = 0
         self.ahead: dict[Unit, None] = {}
@@ -212,8 +209,8 @@ class Iteration:
         """The graph task has ended: flush, and close the iteration. Collective."""
         if self.backward is not backward:
             return
-        if self.substitutes.kept:
-            self.substitutes.after_backward()
+        for observe in self._observers.graph_left:
+            observe()
         try:
             backward.flush()
             if backward.sync:
@@ -244,8 +241,8 @@ class Iteration:
         """The graph task failed: restore `.grad` immediately; the next call does everything else (`close`)."""
         if self.backward is not backward:
             return
-        if self.substitutes.kept:
-            self.substitutes.after_backward()
+        for observe in self._observers.graph_left:
+            observe()
         self.backward = None
         self.enter(FAILED)
         self._stop_sharing()

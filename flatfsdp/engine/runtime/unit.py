@@ -68,6 +68,7 @@ class Unit:
         run_summoned: runs a method of its module with arguments while the unit is SUMMONED; set by what summons it.
         phase: [Note: states].
         backward: the progress of its backward.
+        around: runs its forward, in place of the driver; None: nothing is to be done around it.
     """
 
     resources: Resources
@@ -113,6 +114,7 @@ class Unit:
         self.phase = IDLE
         self.kept = KeptUnsharded()
         self.backward = UnitBackward()
+        self.around: Callable[..., Any] | None = None
 
     @functools.cached_property
     def encloses_others(self) -> bool:

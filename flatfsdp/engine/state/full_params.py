@@ -27,7 +27,6 @@ from ..models.spread import own_axes
 from ..models.walks import register_leaves
 from ..runtime.model import model_of
 from ..runtime.module_tree import put_at_rest
-from ..runtime.substitutes import Given
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
 from ..transports.blocking import all_reduce_now
@@ -256,13 +255,13 @@ def _run_summoned(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], cal
             f"unit {unit.label}: forward inside summon_full_params(rank0_only=True), which gives this rank no "
             "whole parameters; leave the context first, or run it on rank 0 alone with all units summoned"
         )
-    given = Given()
+    given = model_of(unit).forwards.given()
     given.args, given.kwargs = args, kwargs
     try:
         given.substitute(device=unit.resources.device.device, dtype=None)
         return called(*given.args, **given.kwargs)
     finally:
-        given.return_places()
+        given.ended(None)
 
 
 @contextmanager

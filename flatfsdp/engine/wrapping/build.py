@@ -35,6 +35,7 @@ from ..dtensor.gather_extensions import hooks_by_leaf
 from ..dtensor.gather_hooks import GatherHooks, has_gather_hooks
 from ..dtensor.spmd_mesh import SpmdMesh
 from ..dtensor.tensor_parallel import TensorParallel
+from ..features.buffer_casting import attach_buffer_casting
 from ..features.clip import serve_torchs_norms
 from ..features.coalescing import coalescer_for
 from ..features.conditional_units import attach_conditional_units
@@ -46,6 +47,7 @@ from ..features.persistent_params import attach_persistent_params
 from ..features.pipelines import serve_stages
 from ..features.post_forward import attach_post_forward_shards
 from ..features.profiler_ranges import ProfilerRanges
+from ..features.substitutes import SharedGiven
 from ..features.unstepped import UnsteppedCheck
 from ..features.value_checks import ValueChecks, check_values_of
 from ..flat.faces import FaceMaker, FlatFace
@@ -396,11 +398,13 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     resources = Resources(Device(settings.device), tracker, EXCHANGES, limit_all_gathers=settings.limit_all_gathers)
     attach_residuals(unit)
     attach_marks(unit)
+    attach_buffer_casting(unit)
     agreement = Agreement(check_values=settings.check_values)
     axes = [axis for axis in (unit.axes.own.scatter, unit.axes.own.replicate) if axis is not None and axis.size > 1]
     agreement.member.count(axes[0] if axes else None, unit.entries.class_name)
     model = Model(unit, resources, settings, agreement, coalescer_for(most=settings.join_units_below))
     model.setup.introduce = introduce
+    model.forwards.given = SharedGiven
     wait_for_gradients(nested)
     model.observers.set(SetupChecks(), AssignedTensors(), ProfilerRanges(model), UnsteppedCheck(model))
     attach_gradient_hooks(model, nested)

@@ -8,23 +8,34 @@ running statistics without incrementing any version counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-_AS_THEY_ARE: AbstractContextManager[None] = nullcontext()
+from ..runtime.unit import Unit
 
 
-def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """A context in which the floating-point buffers registered in `modules` themselves (not in their children) are in
-    `dtype`; if it is None, they are left unchanged."""
-    return _AS_THEY_ARE if dtype is None else _cast(modules, dtype)
+def attach_buffer_casting(unit: Unit) -> None:
+    """Let forwards of `unit`, which is new, compute with buffers in the buffer dtype, if there is one."""
+    if (dtype := unit.built.mixed_precision.buffer_dtype) is not None:
+        unit.around = functools.partial(_run, dtype)
+
+
+def _run(dtype: torch.dtype, unit: Unit, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if unit.in_full_precision:
+        return call(*args, **kwargs)
+    with cast_buffers(unit.built.modules, dtype):
+        return call(*args, **kwargs)
 
 
 @contextmanager
-def _cast(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+def cast_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """A context in which the floating-point buffers registered in `modules` themselves (not in their children) are in
+    `dtype`."""
     swapped = []
     for module in modules:
         for name, buffer in module._buffers.items():
