@@ -18,9 +18,8 @@ from .api import (
     MixedPrecision,
     ShardingStrategy,
 )
-from .engine.agreement.process_groups import is_first_of, resolve_groups
+from .engine.agreement.process_groups import groups_in_words, is_first_of, resolve_groups
 from .engine.base import _torch
-from .engine.comm.axes import groups_in_words
 from .engine.config.arguments import as_fsdp1, check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.schedule_api import ScheduleControls

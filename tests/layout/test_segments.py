@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flatfsdp.engine.layout.layout import FlatLayout, Owned, ParamSpec, Segment, Span
+from flatfsdp.engine.planning.rows import pack_rows
 from flatfsdp.engine.state.boxes import boxes_of
 from flatfsdp.errors import ConfigValueError, InternalError
 
@@ -43,12 +44,6 @@ class Painting:
             assert len(places) == last + 1 - first == last_element + 1 - first_element
             found.append(Owned(index, Span(first_element, last_element + 1), Span(first, last + 1)))
         return found
-
-    def rank_of(self, world: int, element: int) -> int | None:
-        for start, stop in self.segments:
-            if start <= element < stop:
-                return (element - start) * world // (stop - start)
-        return None
 
 
 def random_shape(rng: random.Random) -> tuple[int, ...]:
@@ -97,13 +92,6 @@ def check(layout: FlatLayout, painting: Painting) -> None:
     assert {cell for gap in layout.gaps for cell in range(gap.start, gap.stop)} == {
         place for place, cell in enumerate(painting.cells) if cell is None
     }
-    for element in range(layout.padded_numel):
-        rank = painting.rank_of(world, element)
-        if rank is not None:
-            assert layout.rank_of(element) == rank
-            continue
-        with pytest.raises(ConfigValueError, match=f"element {element} lies between two segments"):
-            layout.rank_of(element)
     for rank in range(world):
         shard = painting.shard(world, rank)
         assert len(shard) == layout.shard_numel
@@ -126,7 +114,7 @@ def test_rows_equal_painting(world: int) -> None:
     rng = random.Random(world)
     for _ in range(60):
         params, align = random_params(rng), rng.choice([1, 1, 2, 4, 8])
-        layout = FlatLayout.pack_rows(params, world=world, align=align)
+        layout = pack_rows(params, world=world, align=align)
         if world == 1 or not params:  # has all rows of everything
             assert layout == FlatLayout.pack(params, world=world, align=align, pad_total=True)
             continue
@@ -178,7 +166,7 @@ def test_fewer_ranks_have_pieces_in_a_row(seed: int) -> None:
         for _ in range(5):
             params, align = random_params(rng), rng.choice([1, 4])
             if params:
-                layout = FlatLayout.pack_rows(params, world=world, align=align)
+                layout = pack_rows(params, world=world, align=align)
                 over = layout.over(fewer)
                 assert over.padded_numel == layout.padded_numel and over.spans == layout.spans
                 check(over, paint_rows(params, world, align))
@@ -190,7 +178,7 @@ def test_fewer_ranks_have_pieces_in_a_row(seed: int) -> None:
                     )
             else:
                 with pytest.raises(ConfigValueError, match="a divisor of the"):
-                    FlatLayout.pack_rows(params, world=world).over(world + 1)
+                    pack_rows(params, world=world).over(world + 1)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -206,7 +194,7 @@ def test_rows_are_what_chunk_gives_along_the_slowest_dimension(world: int, dim: 
         assert shape[dim] == spec.rows or 1 in shape
         if shape[dim] != spec.rows:
             continue
-        layout = FlatLayout.pack_rows([spec], world=world)
+        layout = pack_rows([spec], world=world)
         whole = torch.arange(spec.numel).as_strided(shape, spec.stride or stride_of(shape, order))
         chunks = whole.chunk(world, dim)
         for rank in range(world):
@@ -229,7 +217,7 @@ def test_a_dimension_of_size_one_inside_another_is_not_the_slowest() -> None:
 
 
 def test_pieces_of_parameters_lie_apart_even_where_they_are_empty() -> None:
-    layout = FlatLayout.pack_rows([ParamSpec("p", (2, 3)), ParamSpec("q", (1,)), ParamSpec("r", ())], world=4)
+    layout = pack_rows([ParamSpec("p", (2, 3)), ParamSpec("q", (1,)), ParamSpec("r", ())], world=4)
     for rank in range(4):
         starts = [layout.span_in_shard(index, rank).start for index in range(3)]
         assert starts == [0, 3, 4]
@@ -237,16 +225,15 @@ def test_pieces_of_parameters_lie_apart_even_where_they_are_empty() -> None:
 
 
 def test_a_shard_of_several_segments_is_no_span() -> None:
-    layout = FlatLayout.pack_rows([ParamSpec("p", (2, 3)), ParamSpec("q", (1,))], world=2)
-    for call in (layout.shard, layout.unpadded_part):
-        with pytest.raises(InternalError, match="a shard of 2 segments is not a single span of the flat space"):
-            call(0)
-    one = FlatLayout.pack_rows([ParamSpec("p", (3, 3))], world=2)
-    assert (one.shard(1), one.unpadded_part(1)) == (Span(6, 12), Span(6, 12))
+    layout = pack_rows([ParamSpec("p", (2, 3)), ParamSpec("q", (1,))], world=2)
+    with pytest.raises(InternalError, match="a shard of 2 segments is not a single span of the flat space"):
+        layout.shard(0)
+    one = pack_rows([ParamSpec("p", (3, 3))], world=2)
+    assert one.shard(1) == Span(6, 12)
     with pytest.raises(ConfigValueError, match="expected a rank from 0 to 1, found 2"):
         layout.pieces(2)
     with pytest.raises(ConfigValueError, match="expected world and align of at least 1"):
-        FlatLayout.pack_rows([], world=0)
+        pack_rows([], world=0)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +261,7 @@ def test_a_wrong_layout_cannot_be_made(segments: list[tuple[int, int, int, int]]
 
 def test_digest_sees_segments_and_pickles_keep_them() -> None:
     params = [ParamSpec("weight", (4, 4)), ParamSpec("bias", (4,))]
-    layouts = [FlatLayout.pack_rows(params, world=2), FlatLayout.pack(params, world=2, pad_total=True)]
+    layouts = [pack_rows(params, world=2), FlatLayout.pack(params, world=2, pad_total=True)]
     assert layouts[0].spans == layouts[1].spans and layouts[0].shard_numel == layouts[1].shard_numel
     assert layouts[0].digest() != layouts[1].digest()
     for layout in layouts:
@@ -288,6 +275,6 @@ def test_every_element_has_one_rank_whatever_the_world() -> None:
     shapes: list[tuple[int, ...]] = [(8192, 8192), (1024, 8192), (28672, 8192), (8192,), (), (3, 7)]
     params = [ParamSpec(f"p{index}", shape) for index, shape in enumerate(shapes)]
     for world in (64, 384, 1024):
-        layout = FlatLayout.pack_rows(params, world=world, align=8)
+        layout = pack_rows(params, world=world, align=8)
         for index, shape in enumerate(shapes):
             assert sum(layout.span_in_param(index, rank).numel for rank in range(world)) == prod(shape)

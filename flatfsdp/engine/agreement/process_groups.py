@@ -25,7 +25,8 @@ from ...errors import ConfigValueError, UsageError, set_rank, warn_once
 from ..base import _torch
 from ..base.hashing import hash63
 from ..base.per_group import for_group, forget_after, mark_as_made_for
-from ..comm.axes import Axis, ProcessGroups, backend_for, groups_in_words, mark_for_reductions, serves
+from ..comm.axes import Axis, ProcessGroups, backend_for
+from ..cpu.groups import mark_for_reductions
 from ..device.streams import accelerator, accelerator_count
 from ..watchdog.regions import expecting
 
@@ -266,3 +267,57 @@ def mesh_over(plan: ProcessGroups, kind: str, ranks: Any, names: Any) -> Any:
     """The mesh of `ranks` (nested lists) on devices of that `kind`, over the groups `plan.given`."""
     group = [*plan.given[::-1]] if isinstance(plan.given, tuple) else plan.given  # a mesh is (replicate, shard)
     return DeviceMesh.from_group(group, kind, torch.tensor(ranks), mesh_dim_names=names)
+
+
+def given_ranks(plan: ProcessGroups) -> tuple[Any, ...]:
+    """The global ranks of the group that the user passed; a pair of such tuples for a pair."""
+    if isinstance(plan.given, tuple):
+        return tuple(tuple(dist.get_process_group_ranks(group)) for group in plan.given)
+    return tuple(dist.get_process_group_ranks(plan.given))
+
+
+def groups_of(plan: ProcessGroups) -> set[Any]:
+    """The groups of all axes, those that the user passed, and the default group."""
+    given = plan.given if isinstance(plan.given, tuple) else (plan.given,)
+    axes = (axis.process_group for axis in (plan.shard, plan.scatter, plan.replicate) if axis is not None)
+    return {group for group in (*given, *axes, dist.group.WORLD) if group is not None}
+
+
+def serves(process_group: Any, device: torch.device) -> bool:
+    """Whether a backend of `process_group` (of a pair: the first) supports tensors on `device`."""
+    group = process_group[0] if isinstance(process_group, tuple) else process_group
+    return device.type in str(dist.get_backend_config(group))
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def extent_of(plan: ProcessGroups) -> str:
+    """The numbers of shards and replicas, for example "2 x 4"."""
+    return f"{plan.shard.size} x {plan.replicate.size if plan.replicate is not None else 1}"
+
+
+def groups_in_words(plan: ProcessGroups) -> str:
+    """The axes in words, for example "2 shards on ranks 0-1, 2 replicas on ranks 0, 2"."""
+    axes = []
+    if plan.shard.size > 1 or plan.replicate is None:
+        axes.append(f"{_counted(plan.shard, 'shard')} on {_ranks(plan.shard)}")
+    if plan.replicate is not None:
+        axes.append(f"{_counted(plan.replicate, 'replica')} on {_ranks(plan.replicate)}")
+    return ", ".join(axes)
+
+
+def _counted(group: Axis, noun: str) -> str:
+    return f"{group.size} {noun}{'' if group.size == 1 else 's'}"
+
+
+def _ranks(group: Axis) -> str:
+    """The global ranks in short form: "ranks 0-7", "ranks 0, 8, .. 56", "rank 3"."""
+    ranks = group.ranks
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 4:
+        return f"ranks {ranks[0]}, {ranks[1]}, .. {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -12,7 +12,7 @@ import torch
 from ...api import check_bool
 from ..base.overrides import Override, is_memoryless
 from ..base.per_group import for_group, known_for_group
-from ..comm.axes import Axis, only_reduces
+from ..comm.axes import Axis
 from .bell import SIZE as BELL_SIZE
 from .bell import own_bell
 from .collectives import LARGE, choose_early_waits, is_waited_for_early
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8  # the most that was measured
 _KEY = "shared memory"  # of the state of a process group
+_ONLY_REDUCES = "only reduces"  # the key of that mark of one
 
 _wanted = True
 _reasons: dict[str, str] = {}  # reasons why process groups of this process share no memory, and the first such group
@@ -81,13 +82,19 @@ def share_host_memory(enabled: bool | None = True, *, early_waits: bool | None =
     return obstacle() or (groups if enabled is None else "")
 
 
+def mark_for_reductions(process_group: Any) -> None:
+    """Only gradients are exchanged in `process_group`."""
+    for_group(process_group, _ONLY_REDUCES, lambda: True)
+
+
 def capacity_of(process_group: Any) -> int:
     """Bytes of an outbox of `process_group`, the same on all ranks.
 
     Where only gradients are exchanged it may be small: reductions from `LARGE` on are waited for at once, so they need
     not fit as a whole, unlike shards that are prefetched.
     """
-    return 2 * LARGE if only_reduces(process_group) else CAPACITY
+    only_reduces = known_for_group(process_group, _ONLY_REDUCES, bool)
+    return 2 * LARGE if only_reduces else CAPACITY
 
 
 def of_group(process_group: Any) -> SharedMemory | None:

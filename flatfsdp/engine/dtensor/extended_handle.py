@@ -28,6 +28,7 @@ from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.sources import UnshardedParam, UnshardSource
 from ..flat.write_tracker import VERSION
 from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole
+from ..planning.rows import pack_rows
 from ..transports.blocking import gather_now
 from .gather_hooks import GatherHooks, Input, described, fitting, hollow, listed
 
@@ -344,4 +345,4 @@ def _rows_of(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
 def _layout_of(hooks: Sequence[GatherHooks], inputs: Sequence[Sequence[Input]], world: int) -> FlatLayout:
     """The layout of bytes, with a row for each rank of each tensor."""
     named = [(f"{each.name}[{k}]", one) for each, own in zip(hooks, inputs, strict=True) for k, one in enumerate(own)]
-    return FlatLayout.pack_rows([ParamSpec(name, (world, one.nbytes)) for name, one in named], world=world, align=ALIGN)
+    return pack_rows([ParamSpec(name, (world, one.nbytes)) for name, one in named], world=world, align=ALIGN)

@@ -22,6 +22,7 @@ from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_own_grad
 from ..flat.layout_views import ShardViews
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
+from ..planning.rows import pack_rows
 from .data_assignment import follow
 from .gather_hooks import GatherHooks, hollow, inner_of
 from .holder_classes import mark
@@ -49,7 +50,7 @@ class RowFaces:
 
     @classmethod
     def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
-        return FlatLayout.pack_rows(specs, world=world, align=align)
+        return pack_rows(specs, world=world, align=align)
 
     def __call__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int

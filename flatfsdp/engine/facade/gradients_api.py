@@ -13,6 +13,7 @@ from ...errors import UsageError
 from ..features.clip import clip_grad_norm
 from ..models.rest import check_outermost, check_outside, may_list_leaves, quiesce
 from ..models.walks import units_in
+from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
 
 
@@ -46,7 +47,7 @@ class GradientControls:
         model = check_outermost(self._unit, "clip_grad_norm_")
         parameters: Iterable[torch.Tensor] = cast(nn.Module, self).parameters()
         if self._unit.entries.in_place or may_list_leaves(model):
-            parameters = chain(model.steppable, parameters)
+            parameters = chain(*map(steppable_of, model.units), parameters)
         return clip_grad_norm([model], parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

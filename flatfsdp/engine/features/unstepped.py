@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
@@ -29,6 +30,7 @@ from ..flat.param_refs import flat_name
 from ..guards.optimizer_hooks import looking
 from ..runtime.backward import Backward
 from ..runtime.model import Model
+from ..runtime.model_facts import steppable_of
 
 SAMPLED = 64  # compared elements of a shard: they show writes that change no version
 
@@ -95,7 +97,7 @@ class UnsteppedCheck(Observer):
         self._stepped = True
         groups, held = optimizer.param_groups, _held_by([optimizer])
         empty = f"{sum(not group['params'] for group in groups)} of its {len(groups)} param groups are empty"
-        if any(id(parameter) in held for parameter in model.steppable):
+        if any(id(parameter) in held for parameter in chain.from_iterable(map(steppable_of, model.units))):
             self._stepper = f"{type(optimizer).__name__} that stepped between them holds other parameters ({empty})"
         elif not any(parameter.grad is not None for group in groups for parameter in group["params"]):
             self._stepper = self._stepper or (

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...errors import ROOT, UsageError
+from ..agreement.process_groups import extent_of, groups_in_words
 from ..base._dtensor import local_bytes
-from ..comm.axes import extent_of, groups_in_words
 from ..cpu.groups import waits_early
 from ..features.persistent_params import persistence_of
 from ..few_bits.quantized import RESIDUAL, residual_numels

@@ -225,7 +225,8 @@ class FlatLayout:
         Raises:
             ConfigValueError: ``world`` or ``align`` below 1.
         """
-        _check_packing(world, align)
+        if world < 1 or align < 1:
+            raise ConfigValueError(f"expected world and align of at least 1, found world={world}, align={align}")
         params = tuple(params)
         spans: list[Span] = []
         end = 0
@@ -235,40 +236,6 @@ class FlatLayout:
             spans.append(Span(start, end))
         numel = _round_up(end, world) if pad_total else end
         return cls(params, tuple(spans), world, numel, shard_numel=_round_up(numel, world) // world, align=align)
-
-    @classmethod
-    def pack_rows(cls, params: Iterable[ParamSpec], *, world: int, align: int = 1) -> FlatLayout:
-        """Place ``params`` in the given order, each in a segment of its own, of which every rank has complete rows.
-
-        A rank's piece is ``ceil(rows / world)`` rows, full on the first ranks: the chunks of ``torch.chunk`` along the
-        slowest dimension in memory (`ParamSpec.rows`). Segments start at multiples of ``align`` elements. In a world of
-        one rank there is only one segment.
-
-        Raises:
-            ConfigValueError: ``world`` or ``align`` below 1.
-
-        Example:
-            >>> layout = FlatLayout.pack_rows([ParamSpec("weight", (5, 2)), ParamSpec("bias", (3,))], world=2)
-            >>> [str(segment.span) for segment in layout.segments], layout.shard_numel
-            (['[0, 12)', '[12, 16)'], 8)
-            >>> [(str(part.in_param), str(part.in_shard)) for part in layout.owned(1)]
-            [('[6, 10)', '[0, 4)'), ('[2, 3)', '[6, 7)')]
-        """
-        _check_packing(world, align)
-        params = tuple(params)
-        if world == 1 or not params:
-            return cls.pack(params, world=world, align=align, pad_total=True)
-        spans: list[Span] = []
-        segments: list[Segment] = []
-        end = 0
-        for index, param in enumerate(params):
-            start = _round_up(end, align)
-            row = param.numel // param.rows if param.rows else 0
-            end = start + _round_up(param.rows, world) * row
-            spans.append(Span(start, start + param.numel))
-            segments.append(Segment(Span(start, end), Span(index, index + 1)))
-        shard_numel = sum(segment.span.numel for segment in segments) // world
-        return cls(params, tuple(spans), world, end, shard_numel, align, tuple(segments))
 
     def __post_init__(self) -> None:
         """Verify that the spans fit their parameters and that the shards contain every parameter exactly once."""
@@ -344,16 +311,6 @@ class FlatLayout:
             )
         return cached
 
-    def rank_of(self, element: int) -> int:
-        """The rank whose shard contains ``element`` of the flat space."""
-        if not 0 <= element < self.padded_numel:
-            raise ConfigValueError(f"expected an element from 0 to {self.padded_numel - 1}, found {element}")
-        ends = [segment.span.stop for segment in self.segments]
-        segment = self.segments[bisect_right(ends, element)].span
-        if element < segment.start:
-            raise ConfigValueError(f"element {element} lies between two segments, so it is not in any rank's shard")
-        return (element - segment.start) // (segment.numel // self.world)
-
     def owned(self, rank: int) -> tuple[Owned, ...]:
         """The elements that ``rank`` owns of each parameter, in order, without parameters of which it owns none."""
         cached: tuple[Owned, ...] | None = self._known.get(("owned", rank))
@@ -371,12 +328,6 @@ class FlatLayout:
         """The elements of parameter `index` that are in the shard of ``rank``; ``[0, 0)`` if there are none."""
         shared = self.spans[index].intersect(self.pieces(rank)[self._segment_of[index]])
         return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
-
-    def unpadded_part(self, rank: int) -> Span:
-        """The span of ``rank``'s shard in the flat space, without world padding; ``[0, 0)`` if that is empty.
-        Precondition: there is one segment."""
-        shared = self.shard(rank).intersect(Span(0, self.numel))
-        return Span(0, 0) if shared.is_empty else shared
 
     def over(self, world: int) -> FlatLayout:
         """The same flat space, including padding, split over ``world`` ranks, each of which has several consecutive
@@ -441,11 +392,6 @@ class FlatLayout:
     def _known(self) -> dict[tuple[str, int], Any]:
         """The cached results of `pieces`, `owned` and `over`, by rank or world."""
         return {}
-
-
-def _check_packing(world: int, align: int) -> None:
-    if world < 1 or align < 1:
-        raise ConfigValueError(f"expected world and align of at least 1, found world={world}, align={align}")
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...api import MixedPrecision
 from ...errors import logger
 from ..agreement.agreement import agreement_of
+from ..agreement.process_groups import extent_of, groups_in_words
 from ..base.peers import Fact, UnitEntry
-from ..comm.axes import extent_of, groups_in_words
 from ..flat.faces import fact_of
 from ..planning.planned import PlannedLayout
 from ..runtime.setup import Setup

@@ -12,17 +12,13 @@ have a backward, and the first that ends may have gone through the other one's g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from ..base.events import Observers
 from ..base.peers import Peers
 from .backward_hooks import BackwardHooks
 from .forward_driver import ForwardDriver
 from .iteration import Iteration
-from .model_facts import steppable_of
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
@@ -78,11 +74,6 @@ class Model:
     def outermost(self) -> Unit:
         """The unit of the outermost wrapper."""
         return self.setup.outermost
-
-    @property
-    def steppable(self) -> Iterator[torch.Tensor]:
-        """The parameters that optimizers see."""
-        return (each for unit in self.units for each in steppable_of(unit))
 
     def _take(self, unit: Unit) -> None:
         unit.model = weakref.ref(self)

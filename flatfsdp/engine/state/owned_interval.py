@@ -20,7 +20,7 @@ from ...errors import UsageError
 from ..agreement.collective_calls import meet
 from ..base import _torch
 from ..base.wait_limits import blocked
-from ..layout.layout import ParamSpec, Span
+from ..layout.layout import FlatLayout, ParamSpec, Span
 from ..parts.part import Part, stored_part
 from ..watchdog.regions import expecting
 from .boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
@@ -285,6 +285,13 @@ class OwnedInterval(torch.Tensor):
                 "state_dict() under StateDictType.FULL_STATE_DICT"
             )
         return carry_out(*args, **(kwargs or {}))
+
+
+def unpadded_part(layout: FlatLayout, rank: int) -> Span:
+    """The span of `rank`'s shard in the flat space, without world padding; ``[0, 0)`` if that is empty. Precondition:
+    `layout` has one segment."""
+    shared = layout.shard(rank).intersect(Span(0, layout.numel))
+    return Span(0, 0) if shared.is_empty else shared
 
 
 def block_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -61,7 +61,7 @@ from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
 from ..guards.window_marks import attach_marks
-from ..layout.layout import FlatLayout, PartOfWhole
+from ..layout.layout import PartOfWhole
 from ..models.introduction import introduce, own_pieces
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..models.rest import wait_for_gradients
@@ -69,6 +69,7 @@ from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs
 from ..parts.strides import stride_by_rows
 from ..planning.grains import Grain
 from ..planning.plan import cheaper, plan
+from ..planning.rows import pack_rows
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import put_at_rest
@@ -359,7 +360,7 @@ def _flatten(
             trainable=trainable,
             packed=is_packed_kind,
             layout=config.layout if isinstance(config.layout, str) else "planned" if grains else "flat",
-            plan=partial(plan, grains=grains) if grains else FlatLayout.pack_rows if config.layout == "rows" else None,
+            plan=partial(plan, grains=grains) if grains else pack_rows if config.layout == "rows" else None,
         )
         if is_extended:
             options = ExtendedOptions.of(options, [hooks[id(leaf)] for leaf, _ in members])

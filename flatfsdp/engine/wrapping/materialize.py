@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...api import Config
 from ...errors import ConfigValueError, UsageError, label_of
+from ..agreement.process_groups import serves
 from ..base.overrides import is_memoryless
-from ..comm.axes import serves
 from ..device.streams import accelerator
 from ..dtensor.gather_hooks import has_gather_hooks, rebuilt
 from ..features.fake_tensors import stand_in

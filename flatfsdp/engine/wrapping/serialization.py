@@ -22,7 +22,7 @@ from torch import nn
 
 from ...errors import UsageError, few
 from ..agreement.once_per_job import warn_once_per_job
-from ..agreement.process_groups import mesh_over, plan_over
+from ..agreement.process_groups import given_ranks, groups_of, mesh_over, plan_over
 from ..base.fqns import WRAPPED, fqn
 from ..comm.axes import ProcessGroups
 from ..config.unit_options import PrefetchTargets, UnitOptions
@@ -298,7 +298,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     units = _at_rest(module)
     with _taking(units):
         for unit in units:
-            groups = {group for each in unit.axes.all for group in each.process_groups}
+            groups = {group for each in unit.axes.all for group in groups_of(each)}
             meshes = [getattr(handle.options.face, "mesh", None) for handle in unit.handles]
             for shared in (*groups, *meshes, unit.built.device_mesh):
                 memo[id(shared)] = shared
@@ -399,7 +399,7 @@ def _load(data: bytes) -> nn.Module:
     meshes: dict[str, Any] = {}
 
     def mesh_of(described: Any, groups: ProcessGroups) -> Any:
-        key = str((described, groups.given_ranks))
+        key = str((described, given_ranks(groups)))
         if key not in meshes:
             meshes[key] = mesh_over(groups, *described)
         return meshes[key]
@@ -418,7 +418,7 @@ def _load(data: bytes) -> nn.Module:
 
 
 def _reduce_groups(groups: ProcessGroups) -> tuple[Any, ...]:
-    return plan_over, (groups.strategy, groups.given_ranks, groups.device)
+    return plan_over, (groups.strategy, given_ranks(groups), groups.device)
 
 
 copyreg.pickle(ProcessGroups, _reduce_groups)

@@ -10,6 +10,7 @@ at a time.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -306,7 +307,9 @@ def _owned_by_one(named: NamedParam) -> bool:
     if part is not None and not part.is_whole:
         return False
     span = layout.spans[named.index]
-    return span.is_empty or layout.rank_of(span.start) == layout.rank_of(span.stop - 1)
+    segment = layout.segments[bisect_right(layout.segments, span.start, key=lambda each: each.span.start) - 1].span
+    piece = segment.numel // layout.world
+    return span.is_empty or (span.start - segment.start) // piece == (span.stop - 1 - segment.start) // piece
 
 
 def _groups(
