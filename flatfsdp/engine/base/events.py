@@ -168,6 +168,9 @@ class Observer:
     def gradients_complete(self, finished: Any) -> None:
         """Called with units and those of their handles whose sharded gradients have become `.grad` and are complete."""
 
+    def gradients_lost(self, units: Any) -> None:
+        """Called when a backward over `units` has failed, before the gradients that it has reduced are dropped."""
+
     def backward_ended(self, backward: Any) -> None:
         """Called when the gradients of `backward` are complete, except for units that finish later."""
 
@@ -209,6 +212,7 @@ class Observers:
     reduced: tuple[Callable[..., None], ...]
     backward_ends: tuple[Callable[..., None], ...]
     gradients_complete: tuple[Callable[..., None], ...]
+    gradients_lost: tuple[Callable[[Any], None], ...]
     backward_ended: tuple[Callable[..., None], ...]
 
     def __init__(self) -> None:

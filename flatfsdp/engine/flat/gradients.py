@@ -245,11 +245,6 @@ class Gradients:
         )
 
     @property
-    def owes_dropped(self) -> bool:
-        """Whether residuals are those of reductions whose results would be lost with this backward."""
-        return self.residuals is not None and bool(self.reducing)
-
-    @property
     def reduced(self) -> list[torch.Tensor]:
         """The results of finished reductions, scaled or not, and not settled: each of shape (shard_numel,)."""
         return [part.in_order() for part in self.reducing]
@@ -329,17 +324,13 @@ class Gradients:
         taken, self._taken, self._begun = self._taken or {}, None, False
         self.handle.face.give_grads(taken)
 
-    def drop(self) -> bool:
-        """Forget a failed backward: arrived gradients, reductions in flight, the window. True if a window was lost."""
-        lost = self.accumulation.window_open
-        if self.owes_dropped and self.residuals is not None:
-            self.residuals.rescale(0.0)
+    def drop(self) -> None:
+        """Forget a failed backward: arrived gradients, reductions in flight, the window."""
         for part in self.reducing:
             part.discard()
         self.reducing.clear()
         self._drop_slots()
         self._forget_expectations()
-        return lost
 
     def _drop_slots(self) -> None:
         if self.marks is not None:

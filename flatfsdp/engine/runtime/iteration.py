@@ -258,17 +258,13 @@ class Iteration:
                 names_rank=True,
             )
 
-    @property
-    def _failed_with_others(self) -> bool:
-        """Whether ranks were lost, or have diverged: an error that the model's own state does not explain."""
-        return self._agreement.diverged
-
     def _stop_sharing(self) -> None:
         """A backward failed: units whose gradients were using the memory of their parameters stop doing so."""
         sharing = [unit for unit in self._units if any([grads.occupies_params for grads in unit.grads])]
         if not sharing:
             return
-        if not self._failed_with_others and is_new("failed sharing", of=self):
+        # If ranks were lost, or have diverged, the model's own state does not explain the error.
+        if not self._agreement.diverged and is_new("failed sharing", of=self):
             self._agreement.warn(
                 f"a backward failed in unit {sharing[0].label}, while gradients were reusing the memory of its "
                 "parameters. If autograd reported a variable that was modified by an inplace operation, a parameter is "
@@ -282,15 +278,9 @@ class Iteration:
                 unit.leaves.single_use = False
 
     def _drop_gradients(self) -> None:
-        """Drop the reduced gradients of a failed backward, and warn of lost residuals. [Note: error feedback]"""
-        owing = [unit.label for unit in self._units if any([grads.owes_dropped for grads in unit.grads])]
-        if owing and not self._failed_with_others:
-            self._agreement.warn(
-                f"a backward failed after gradients had been reduced with error feedback ({len(owing)} units, first "
-                f"{owing[0]}). They are dropped, and so are the residuals of quantized gradients of these units, "
-                "which start at zero again",
-                names_rank=True,
-            )
+        """Drop the reduced gradients of a failed backward."""
+        for observe in self._observers.gradients_lost:
+            observe(self._units)
         for unit in self._units:
             for grads in unit.grads:
                 grads.drop()

@@ -397,7 +397,6 @@ def _fsdp1_faces(config: Config) -> Faces:
 def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, nested: list[Unit]) -> Model:
     """A model of `unit`, whose handles count in `tracker`, and the units nested in it."""
     resources = Resources(Device(settings.device), tracker, EXCHANGES, limit_all_gathers=settings.limit_all_gathers)
-    attach_residuals(unit)
     attach_marks(unit)
     attach_buffer_casting(unit)
     agreement = Agreement(check_values=settings.check_values)
@@ -413,6 +412,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     defer_as(model, nested)
     model.adopt(nested)
     attach_halfway(model)
+    attach_residuals(model)
     own(unit)
     models.add(model)
     guard_optimizers()
