@@ -11,6 +11,7 @@ from math import prod
 import pytest
 import torch
 
+from flatfsdp.engine.features.post_forward import layout_over
 from flatfsdp.engine.layout.layout import FlatLayout, Owned, ParamSpec, Segment, Span
 from flatfsdp.engine.planning.rows import pack_rows
 from flatfsdp.engine.state.boxes import boxes_of
@@ -167,7 +168,7 @@ def test_fewer_ranks_have_pieces_in_a_row(seed: int) -> None:
             params, align = random_params(rng), rng.choice([1, 4])
             if params:
                 layout = pack_rows(params, world=world, align=align)
-                over = layout.over(fewer)
+                over = layout_over(layout, fewer)
                 assert over.padded_numel == layout.padded_numel and over.spans == layout.spans
                 check(over, paint_rows(params, world, align))
                 for rank in range(fewer):
@@ -178,7 +179,7 @@ def test_fewer_ranks_have_pieces_in_a_row(seed: int) -> None:
                     )
             else:
                 with pytest.raises(ConfigValueError, match="a divisor of the"):
-                    pack_rows(params, world=world).over(world + 1)
+                    layout_over(pack_rows(params, world=world), world + 1)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from math import prod
 import pytest
 
 import flatfsdp
+from flatfsdp.engine.features.post_forward import layout_over
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 from flatfsdp.engine.planning.grains import Blocks, Elements, Grain, Rows, Whole
 from flatfsdp.engine.planning.plan import cheaper, plan
@@ -146,7 +147,7 @@ def test_it_is_public() -> None:
 
 def test_fewer_ranks_cut_at_fewer_places() -> None:
     params = [ParamSpec("up", (24, 10)), ParamSpec("down", (10, 24)), ParamSpec("norm", (10,))]
-    over = plan(params, {"up": Rows(2), "down": Rows(3)}, world=8).over(2)
+    over = layout_over(plan(params, {"up": Rows(2), "down": Rows(3)}, world=8), 2)
     padding.check(over)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..base import autograd as hooks
 from ..base.events import Observer
@@ -80,7 +80,9 @@ class DeferLast(Finisher):
         return all(map(can_defer, steppable_of(unit)))
 
     def _defer(self, units: Sequence[Unit]) -> None:
-        finishes = [finish for unit in units for finish in _finalize_later(unit)]
+        finishes: list[Callable[[], object]] = []
+        for grads in [grads for unit in units for grads in unit.grads]:
+            grads.finalize_grads(finishes)
         agreement = self._agreement
 
         def finish() -> None:
@@ -89,15 +91,6 @@ class DeferLast(Finisher):
                     each()
 
         self.pending = PendingGradients([parameter for unit in units for parameter in steppable_of(unit)], finish)
-
-
-def _finalize_later(unit: Unit) -> Iterator[Callable[[], None]]:
-    """`finalize_grads` of `unit` without waiting for running reductions; the functions that do wait, by handle."""
-    for grads in unit.grads:
-        if grads.reducing:
-            yield grads.finalize_grads_later()
-        else:
-            grads.finalize_grads()
 
 
 def _can_finish_later(unit: Unit) -> bool:

@@ -11,10 +11,11 @@ with the values of the shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ...errors import ConfigValueError
 from ..agreement.process_groups import post_forward_axis
 from ..base import _torch
 from ..base.events import Observer
@@ -24,9 +25,22 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import own_pieces_of, pieces_of
 from ..flat.sources import KeptSource, UnshardedParam
 from ..flat.states import UNSHARDED
+from ..layout.layout import FlatLayout
 from ..runtime.model import Model
 from ..runtime.resources import Resources
 from ..runtime.unit import Unit
+
+
+def layout_over(layout: FlatLayout, world: int) -> FlatLayout:
+    """The flat space of `layout`, including padding, split over `world` ranks, each of which has several consecutive
+    pieces of each segment.
+
+    Raises:
+        ConfigValueError: `world` does not divide that of the layout.
+    """
+    if world < 1 or layout.world % world:
+        raise ConfigValueError(f"expected a divisor of the {layout.world} shards of a layout, found {world}")
+    return replace(layout, world=world, shard_numel=layout.shard_numel * layout.world // world)
 
 
 class PostForwardShard(KeptSource):
@@ -38,10 +52,11 @@ class PostForwardShard(KeptSource):
 
     as_of_forward = True
 
-    def __init__(self, unsharded: UnshardedParam, transport: Transport, *, tracker: MemoryTracker) -> None:
-        """Copy this rank's piece of `unsharded`."""
+    def __init__(
+        self, unsharded: UnshardedParam, transport: Transport, over: FlatLayout, *, tracker: MemoryTracker
+    ) -> None:
+        """Copy this rank's piece of `unsharded`, whose layout is `over` the ranks of `transport`."""
         group, flat = transport.group, unsharded.flat
-        over = unsharded.layout.over(group.size)
         self.dtype = unsharded.dtype
         self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="post_forward_shard")
         self._memory.allocate()
@@ -60,14 +75,15 @@ class PostForwardShard(KeptSource):
 
 @dataclass(frozen=True)
 class KeepShards:
-    """Keeps post-forward shards of a unit that a forward is about to free. `transports`: of the post-forward axes."""
+    """Keeps post-forward shards of a unit that a forward is about to free. `axes`: the transports of the post-forward
+    axes, and the layouts over their ranks."""
 
-    transports: Mapping[FlatParamHandle, Transport]
+    axes: Mapping[FlatParamHandle, tuple[Transport, FlatLayout]]
 
     def __call__(self, unit: Unit) -> None:
-        for handle, neighbors in self.transports.items():
+        for handle, (neighbors, over) in self.axes.items():
             if handle.state is UNSHARDED and handle.persistence is None:
-                handle.keep(PostForwardShard(handle.unsharded, neighbors, tracker=handle.tracker))
+                handle.keep(PostForwardShard(handle.unsharded, neighbors, over, tracker=handle.tracker))
         unit.record_event("post_forward_shard")
 
 
@@ -92,7 +108,10 @@ class PostForwardShards(Observer):
         for unit in self._units:
             count, device = unit.options.schedule.post_forward_ranks or 0, self._resources.device.device
             found = {
-                handle: self._resources.transport(post_forward_axis(axis, count, device), "neighbors")
+                handle: (
+                    self._resources.transport(post_forward_axis(axis, count, device), "neighbors"),
+                    layout_over(handle.layout, count),
+                )
                 for handle in unit.handles
                 if 0 < count < (axis := unit.axes.of(handle).shard).size  # else both shards would be the same
             }

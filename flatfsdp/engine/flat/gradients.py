@@ -8,6 +8,7 @@ a failed backward can be forgotten.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -251,14 +252,19 @@ class Gradients:
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
-    def finalize_grads(self) -> bool:
+    def finalize_grads(self, later: list[Callable[[], object]] | None = None) -> bool:
         """Wait for the reductions and make them `.grad`, added to earlier ones; True if they brought a gradient.
+
+        `later`: do not wait. What does is added to it, and `.grad` has no values until it was called. This takes a
+        reduction of a complete sum that comes in the optimizer's dtype to memory of its own. [Note: finishers]
 
         Precondition: users see the shard.
         """
         total: torch.Tensor | None = None
         for part in self.reducing:
-            result = part.wait()
+            if later is not None:
+                later.append(part.wait)
+            result = part.wait() if later is None else part.result
             total = result if total is None else total.add_(result)
         downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
         self.reducing.clear()
@@ -281,33 +287,8 @@ class Gradients:
             total = self._on_shard_device(total)
         taken, self._taken, self._begun = self._taken or {}, None, False
         if sums := self.handle.face.add_grads(total, trained, taken):
-            _add(sums)
+            _add(sums) if later is None else later.append(functools.partial(_add, sums))
         return True
-
-    def finalize_grads_later(self) -> Callable[[], None]:
-        """`finalize_grads` without waiting. Returns a function that waits; until then `.grad` has no values yet.
-
-        Preconditions: one reduction of a complete sum is in flight, which brings it in the optimizer's dtype to memory
-        of its own; users see the shard. [Note: finishers]
-        """
-        (part,) = self.reducing
-        self.reducing.clear()
-        trained = self.expected - self.absent
-        left_out = bool(self.absent) and not trained
-        self._forget_expectations()
-        sums: Sums = []
-        if left_out:
-            self.unstash_grads()
-        else:
-            taken, self._taken, self._begun = self._taken or {}, None, False
-            sums = self.handle.face.add_grads(part.result, trained, taken)
-
-        def finish() -> None:
-            part.wait()
-            if sums:
-                _add(sums)
-
-        return finish
 
     def _on_shard_device(self, total: torch.Tensor) -> torch.Tensor:
         """`total` in the optimizer's dtype, on the optimizer's device."""

@@ -27,7 +27,7 @@ import builtins
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -329,21 +329,6 @@ class FlatLayout:
         shared = self.spans[index].intersect(self.pieces(rank)[self._segment_of[index]])
         return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
 
-    def over(self, world: int) -> FlatLayout:
-        """The same flat space, including padding, split over ``world`` ranks, each of which has several consecutive
-        pieces of each segment of this layout.
-
-        Raises:
-            ConfigValueError: ``world`` does not divide this layout's.
-        """
-        cached: FlatLayout | None = self._known.get(("over", world))
-        if cached is None:
-            if world < 1 or self.world % world:
-                raise ConfigValueError(f"expected a divisor of the {self.world} shards of a layout, found {world}")
-            numel = self.shard_numel * self.world // world
-            cached = self._known["over", world] = replace(self, world=world, shard_numel=numel)
-        return cached
-
     def digest(self) -> str:
         """SHA-256 in hex over the complete layout: equal on two ranks exactly if their layouts are equal."""
         return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()
@@ -390,7 +375,7 @@ class FlatLayout:
 
     @cached_property
     def _known(self) -> dict[tuple[str, int], Any]:
-        """The cached results of `pieces`, `owned` and `over`, by rank or world."""
+        """The cached results of `pieces` and `owned`, by rank."""
         return {}
 
 
