@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -80,6 +80,7 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | None = None,
 ) -> Given:
     """Shard the parameters of a module over ranks, in place: as FSDP2's function of that name.
 
@@ -115,6 +116,9 @@ def fully_shard(
             DTensors on it with `Replicate()` along the named dimensions, with which modules compute there: inputs are
             also DTensors of that mesh. Gradients that are partial sums along these dimensions are summed, and divided
             as set by `set_gradient_divide_factor`. Needs torch 2.13.
+        layout: the grains of parameters, see `flatfsdp.layout`: by names of parameters or of modules, by modules, or a
+            callable `(name, parameter)` that returns a grain or None. Here they are checked: each rank has the rows
+            that `torch.chunk` gives it, and where these end inside of a grain, the call is refused. Not in FSDP2.
     Returns:
         `module`, or the list, whose classes now derive from `FSDPModule` as well.
 
@@ -142,6 +146,7 @@ def fully_shard(
         offload_policy=offload_policy,
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
+        layout=layout,
     )
     in_place.shard(call, FSDPModule)
     return module
@@ -162,6 +167,7 @@ def fully_shard_by_policy(
     backward_prefetch: BackwardPrefetch | str | None = DEFAULT_PREFETCH,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
+    layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | None = None,
 ) -> M:
     """`fully_shard` for the modules inside `module` that a policy chooses, children first, then for `module`.
 
@@ -179,6 +185,7 @@ def fully_shard_by_policy(
             unsharded.
         param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers: as for
             `FullyShardedDataParallel`.
+        layout: as for `fully_shard`, with names in `module`.
 
     Returns:
         `module`.

@@ -17,7 +17,7 @@ from ..dtensor.spmd_mesh import SpmdMesh
 from ..runtime.entries import plain_class
 from ..runtime.unit import Unit
 from .meshes import ChosenMesh
-from .placements import placements_of
+from .placements import check_grains, grains_in, placements_of
 from .policies import offload_of, precision_of
 
 CALL = "fully_shard"
@@ -69,6 +69,7 @@ def check_call(
     offload_policy: Any,
     ignored_params: Any,
     dp_mesh_dims: Any = None,
+    layout: Any = None,
     materializes: bool = False,
     island: bool = False,
     **others: Any,
@@ -101,6 +102,7 @@ def check_call(
         **others,
     )
     _check_on_meshes(holder, placed)
+    check_grains(holder, grains_in(holder, layout, config), placed)
     return Call(modules, holder, config, output_dtype, policy, chosen, placed, materializes, island)
 
 

@@ -31,7 +31,7 @@ from ..wrapping.shared_storage import follow_ties
 from ..wrapping.wrapper_support import apply_to_tensors, keep_model
 from .arguments import CALL, Call, check_call
 from .class_swap import swap_class
-from .placements import orders_of
+from .placements import grains_in, orders_of
 
 BY_POLICY = "fully_shard_by_policy"
 
@@ -90,8 +90,10 @@ def shard_by_policy(module: Any, policy: Any, front_class: type, settings: dict[
     if not isinstance(module, nn.Module):
         refuse_type("module", module, "an nn.Module")
     with one_rank_warns(this_rank=is_first_of(None, settings["mesh"])):
-        whole = _checked(module, {**settings, "shard_placement_fn": None})  # the rest, before any module is sharded
-        settings = {**settings, "mesh": whole.config.device_mesh}
+        # All other arguments, before any module is sharded.
+        whole = _checked(module, {**settings, "shard_placement_fn": None, "layout": None})
+        grains = grains_in(module, settings["layout"], whole.config)  # by the names that parameters have there
+        settings = {**settings, "mesh": whole.config.device_mesh, "layout": grains}
         policy = check_arguments(module, auto_wrap_policy=policy).auto_wrap_policy
         follow_ties(module, (), whole.config.ignored_params)  # across units, while all of them have their memory
         planned = () if policy is None else _plan(module, policy, settings, whole)

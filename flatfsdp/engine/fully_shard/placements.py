@@ -1,4 +1,5 @@
-"""The dimension along which each parameter is split: a layout in rows splits the slowest dimension in memory.
+"""The dimension along which each parameter is split: a layout in rows splits the slowest dimension in memory; and the
+grains of parameters, between which that must be.
 
 [Note: stored order] `Shard(dim)` of a parameter is its rows once `dim` is the slowest dimension in its memory. So its
 values are laid out that way as they are sharded, and neither gathers nor reductions need a copy for it. For a DTensor
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...api import Config, ShardingStrategy
 from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
 from ..flat.layout_views import stored_in_order
+from ..layout.layout import ParamSpec
 from ..models.param_registry import owner_of
 from ..parts.strides import stride_by_rows
+from ..wrapping.chosen_grains import ChosenGrains, chosen_grains
 from .meshes import ChosenMesh
 
 ARGUMENT = "shard_placement_fn"
@@ -52,6 +56,58 @@ def placements_of(
                 )
         placed[parameter] = _dim_of(placement, name, parameter), mesh
     return placed
+
+
+def grains_in(holder: nn.Module, given: Any, config: Config) -> ChosenGrains:
+    """The grains of parameters in `holder`, as the user-defined `given` has them; none for None.
+
+    Raises:
+        ConfigTypeError, ConfigValueError, UsageError: as `chosen_grains`.
+    """
+    if given is None:
+        return ChosenGrains()
+    if not isinstance(given, Mapping) and (not callable(given) or isinstance(given, type)):
+        accepted = "None, a mapping from names or modules to grains, or a callable (name, parameter) -> grain"
+        refuse_type("layout", given, accepted)
+    chosen = chosen_grains(holder, config.replace(layout=given))
+    assert isinstance(chosen, ChosenGrains)
+    return chosen
+
+
+def check_grains(
+    holder: nn.Module, grains: ChosenGrains, placed: Mapping[nn.Parameter, tuple[int, ChosenMesh]]
+) -> None:
+    """Refuse to split `placed` parameters inside of their grains. Ranks have the rows of a DTensor that `torch.chunk`
+    gives them, since no placement describes others: there is nothing to plan.
+
+    Raises:
+        ConfigValueError: a cut lies inside of a grain.
+    """
+    grain_of = {module._parameters[attribute]: grain for (module, attribute), grain in grains.items()}
+    for name, parameter in holder.named_parameters() if grain_of else ():
+        if parameter not in placed or (grain := grain_of.get(parameter)) is None:
+            continue
+        dim, mesh = placed[parameter]
+        shape = tuple(_local(parameter).shape)
+        spec = ParamSpec(name, shape, stride_by_rows(shape, dim))
+        elements = grain.elements(spec)
+        world = 1 if mesh.strategy is ShardingStrategy.NO_SHARD else mesh.mesh.size(mesh.mesh.ndim - 1)
+        if _cuts_between(spec, elements, world):
+            continue
+        fewer = max(ranks for ranks in range(1, world) if world % ranks == 0 and _cuts_between(spec, elements, ranks))
+        raise ConfigValueError(
+            f"layout: {name!r} of shape {shape} is split over {world} ranks after each {-(-spec.rows // world)} of its "
+            f"{spec.rows} rows along dimension {dim}, which is inside of its grain, {grain}, of {elements:,} elements. "
+            f"Ranks have equal numbers of rows of a DTensor: shard over {fewer} of these ranks, with replicas, give "
+            "another grain, split another dimension by shard_placement_fn=, or use FullyShardedDataParallel, which "
+            "plans other layouts"
+        )
+
+
+def _cuts_between(spec: ParamSpec, elements: int, ranks: int) -> bool:
+    """Whether `ranks` ranks have multiples of `elements` of the parameter, or one of them has all."""
+    piece = -(-spec.rows // ranks) * (spec.numel // max(spec.rows, 1))
+    return piece >= spec.numel or piece % elements == 0
 
 
 def _known(mesh: ChosenMesh, meshes: list[ChosenMesh]) -> ChosenMesh:
