@@ -948,11 +948,7 @@ def clear(player: Player) -> None:
 
 def drop_gradients_in_between(player: Player) -> None:
     """Those of earlier backwards, between a forward and its backward."""
-    if player.front is Wrapper:
-        clear(player)
-    else:  # modules of fully_shard hold unsharded parameters then
-        player.optimizer.zero_grad()
-        player.alone.zero_grad()
+    clear(player)
     player.before = [None if each.grad is None else each.grad.clone() for each in player.alone.parameters()]
 
 

@@ -87,7 +87,7 @@ class ParamViews:
         self.guard = guard
         private = bool(handle.face.private)
         self._hidden = guard.private_hidden if private else guard.hidden
-        self._noticed = guard.private_noticed if private else guard.noticed
+        self._noticed = guard.private_noticed if private or handle.face.is_distributed else guard.noticed
         self.extended: Sequence[TransformedLeaf] = []
         self.tracks_writes = self.guarded = False
         self.left = Left.COMPUTING

@@ -105,10 +105,10 @@ class GradientOfHolder:
         if (holder := _holder_left(self)) is None:
             set_own_grad(_tensor(self), value)
             return
-        if value is not None and value.shape != (shard := shard_of(_tensor(self))).shape:
+        if value is not None and value.shape != holder.shape:
             raise UsageError(
                 f"parameter {_names([_tensor(self)])}: its .grad was replaced by a tensor of shape "
-                f"{tuple(value.shape)}. Expected the gradient of this rank's shard of it, {tuple(shard.shape)}"
+                f"{tuple(value.shape)}. Expected the gradient of this rank's shard of it, {tuple(holder.shape)}"
             )
         holder.grad = value
 
