@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,6 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.flat.flat_param import FlatParamHandle
+from flatfsdp.engine.flat.gradients import Gradients
+from flatfsdp.engine.flat.views import ParamViews
+from flatfsdp.engine.runtime.unit import Unit
 from tests.harness import inspect
 from tests.harness.calls import calls_by_file, calls_of
 from tests.harness.fake import fake_world
@@ -122,15 +127,20 @@ MOST_OF_FRONTS = {"flat": 172, "rows": 202, "fully_shard": 207}
 MOST_OF_A_FUSED_STEP = 230  # of fully_shard, the optimizer's calls included
 
 
-@lru_cache
-def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
-    net: Any = network(blocks, Block)
+def net_of(front: str, blocks: int) -> Any:
+    net = network(blocks, Block)
     if front == "fully_shard":
         for module in [*net[1:], net]:
             flatfsdp.fully_shard(module)
     elif front != "none":
         kind: Any = front
-        net = FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True, layout=kind)
+        return FullyShardedDataParallel(net, auto_wrap_policy={Block}, use_orig_params=True, layout=kind)
+    return net
+
+
+@lru_cache
+def calls_under(front: str, blocks: int, *, fused: bool = False) -> int:
+    net = net_of(front, blocks)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     if fused:
         flatfsdp.fuse_optimizer_steps(optimizer)
@@ -206,6 +216,28 @@ def test_what_is_attached_takes_no_calls_of_a_unit_except_for_guards() -> None:
     )
     of_guards = OF_GUARDS * (MANY - FEW)
     assert attached[1] - attached[0] == none[1] - none[0] + of_guards, (attached, none)
+
+
+@pytest.mark.parametrize("front", MOST_OF_FRONTS)
+def test_objects_that_every_unit_reads_get_no_dictionary(front: str) -> None:
+    """`vars(unit)`, or a cached property, makes one: CPython 3.11 then looks up all attributes of that object in
+    general ways, some 30 times the instructions, a tenth of those of a step of a small unit."""
+    with fake_world(2):
+        net = net_of(front, FEW)
+        for _ in range(2):
+            net(torch.ones(2, WIDTH)).sum().backward()
+        of_units = [
+            each for each in gc.get_objects() if isinstance(each, (Unit, FlatParamHandle, ParamViews, Gradients))
+        ]
+        assert of_units
+        read = {"phase", "state", "mode", "expected"}
+        slow = {
+            type(each).__name__
+            for each in of_units
+            for found in gc.get_referents(each)
+            if type(found) is dict and not read.isdisjoint(found)
+        }
+    assert not slow, slow
 
 
 def test_a_checkpoint_more_takes_as_many_calls_in_a_deep_model() -> None:

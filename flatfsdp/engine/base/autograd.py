@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter, itemgetter, methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -291,11 +291,12 @@ class _Edges(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
-        return leaves[0].new_empty(0)
+        return torch.empty(0)  # of a dtype that has gradients
 
 
 def _nodes_of(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], list[int]]:
-    """The nodes that accumulate the gradients of `leaves`, all of which require grad, and their reference counts."""
+    """The nodes that accumulate the gradients of `leaves`, None for those that require none, and the reference counts
+    of these."""
     enabled = torch.is_grad_enabled()
     if not enabled:
         torch.set_grad_enabled(True)
@@ -305,13 +306,13 @@ def _nodes_of(leaves: Sequence[torch.Tensor]) -> tuple[list[Any], list[int]]:
     finally:
         if not enabled:
             torch.set_grad_enabled(False)
-    node = made.grad_fn
+    if (node := made.grad_fn) is None:
+        return [], []
     nodes = [*map(itemgetter(0), node.next_functions)]
     # Counted while `node` lives: nodes that C++ also holds may have one more reference.
     return nodes, list(map(sys.getrefcount, nodes))
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _unheld = 0  # the reference count, at that point, of a node without other references; measured when first needed
 
 
@@ -319,16 +320,16 @@ def held_nodes(leaves: Sequence[torch.Tensor], counts: Sequence[int]) -> dict[in
     """The gradient accumulation nodes of `leaves` that other Python code holds references to; by the id of the leaf.
     `counts`: the use counts of `leaves`."""
     global _unheld
-    maybe_held = itertools.compress(leaves, map((1).__lt__, counts))  # between iterations usually none
-    if not (leaves := [*filter(_REQUIRES_GRAD, maybe_held)]):
+    leaves = [leaf for leaf, count in zip(leaves, counts, strict=True) if count > 1]  # others have no node
+    if not leaves:
         return {}
     if not _unheld:
         _, (_unheld,) = _nodes_of([torch.empty(0, requires_grad=True)])
     nodes, references = _nodes_of(leaves)
-    if max(references) == _unheld:
+    if not nodes or max(references) == _unheld:  # nearly always, after calls in C alone
         return {}
-    held = itertools.compress(zip(map(id, leaves), nodes, strict=True), map(_unheld.__lt__, references))
-    return dict(held)
+    found = zip(leaves, nodes, references, strict=True)
+    return {id(leaf): node for leaf, node, count in found if count > _unheld and node is not None}
 
 
 # Returns the hooks of a node, or None when the node is gone.

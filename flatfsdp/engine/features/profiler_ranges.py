@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch.profiler import record_function
@@ -89,7 +90,8 @@ class ProfilerRanges(Observer):
         if model is None or (wanted, model.setup.version) == self._checked:
             return False
         self._checked = wanted, model.setup.version
-        if all([("reshard" in each.__dict__) is wanted for each in model.units]):  # some were of other models
+        # Some were of other models. Their `__dict__` is not asked: it would be made, and slow down every attribute.
+        if all([(not isinstance(each.reshard, MethodType)) is wanted for each in model.units]):
             return False
         decorate = _decorate if wanted else _undecorate
         for each in model.units:

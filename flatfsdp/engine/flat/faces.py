@@ -361,6 +361,7 @@ class FlatFace(Face):
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
         self._refs: dict[int, ParamRef] = {}  # the places of leaves
         self._lists_leaves = False
+        self.flags = (self._followed,) * len(leaves)
 
     @classmethod
     def lay_out(cls, specs: Sequence[ParamSpec], *, world: int, align: int) -> FlatLayout:
@@ -404,7 +405,7 @@ class FlatFace(Face):
                 self._refuse_of_one(found.index(not wanted))
             for leaf in self._leaves:
                 leaf.requires_grad_(wanted)
-        self._followed = wanted
+            self._followed, self.flags = wanted, (wanted,) * len(self._leaves)
 
     def _refuse_of_one(self, index: int) -> NoReturn:
         words, wanted = self.words, self._followed

@@ -16,12 +16,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
 from typing import ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ...api import MixedPrecision
 from ...errors import InternalError, UsageError, few, label_of
@@ -108,6 +109,7 @@ class FlatParamHandle:
         name: the unit's name, for messages.
         leaves: [Note: leaves], in layout order.
         layout: the place of each of them.
+        is_unsharded_at_rest: whether the shard holds all of every parameter (an axis of one rank).
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
         shard: shape (layout.shard_numel,), master dtype; on the CPU when offloaded.
@@ -144,6 +146,7 @@ class FlatParamHandle:
         self.name = ""
         self.leaves = list(leaves)
         self.layout = layout
+        self.is_unsharded_at_rest = layout.world == 1
         self.rank = rank
         self.options = options
         self.precision = options.precision(shard.dtype)
@@ -151,7 +154,8 @@ class FlatParamHandle:
         self.tracker = tracker
         self.state = SHARDED
         self._unsharded: dict[torch.dtype, UnshardedParam] = {}
-        self.unsharded = self._not_unsharded
+        self._not_unsharded = _NotUnsharded(self)
+        self.unsharded: UnshardedParam = self._not_unsharded
         self.pending: PendingWork | None = None
         self.kept_source: KeptSource | None = None
         self.persistence: ParamPersistence | None = None
@@ -208,15 +212,6 @@ class FlatParamHandle:
     def label(self) -> str:
         """Its unit in messages."""
         return label_of(self.name)
-
-    @cached_property
-    def _not_unsharded(self) -> UnshardedParam:
-        return _NotUnsharded(self)
-
-    @cached_property
-    def is_unsharded_at_rest(self) -> bool:
-        """Whether the shard holds all of every parameter (an axis of one rank)."""
-        return self.layout.world == 1
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -399,7 +394,7 @@ class FlatParamHandle:
         self.state = SHARDED
         buffer = self.unsharded.buffer
         if buffer is not None:  # its memory will be unreadable: saved views of it must be refused
-            torch.autograd.graph.increment_version(self.leaves)
+            increment_version(self.leaves)
         self.unsharded = self._not_unsharded
         return buffer
 

@@ -109,6 +109,7 @@ class Unit:
         self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
         self.built = built
+        self._encloses_others: bool | None = None  # a cached property would give it a slow dictionary
         self.groups, self.axes = groups, UnitAxes(groups, elsewhere)
         self.options = options
         self.phase = IDLE
@@ -116,10 +117,13 @@ class Unit:
         self.backward = UnitBackward()
         self.around: Callable[..., Any] | None = None
 
-    @functools.cached_property
+    @property
     def encloses_others(self) -> bool:
         """Whether its module has modules of other units inside."""
-        return not {each for entry in self.entries for each in entry.modules()}.issubset(self.built.modules)
+        if self._encloses_others is None:
+            inside = {each for entry in self.entries for each in entry.modules()}
+            self._encloses_others = not inside.issubset(self.built.modules)
+        return self._encloses_others
 
     # -- identity ----------------------------------------------------------------------------------------------------
 
