@@ -22,15 +22,15 @@ class Exchange:
     def __init__(self, ago: float, *, has_work: bool = True, moves: int = 0) -> None:
         self.has_work = has_work
         self.worked_at = time.monotonic() - ago
-        self.moves, self.looked, self.rests = moves, 0, 0
+        self.moves, self.looked, self.trims = moves, 0, 0
 
     def progress(self) -> bool:
         self.looked += 1
         self.moves -= 1
         return self.moves >= 0
 
-    def rest(self) -> bool:
-        self.rests += 1
+    def trim(self) -> bool:
+        self.trims += 1
         self.worked_at = time.monotonic() if self.worked_at == LONG_AGO else self.worked_at
         return True
 
@@ -101,7 +101,7 @@ def test_who_is_hurried_looks_often_again() -> None:
 
 
 def test_it_sleeps_once_all_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "REST", 1)
+    monkeypatch.setattr(exchange, "TRIM_AFTER", 1)
     busy, idle = Exchange(ago=-60), Exchange(ago=60, has_work=False)
 
     def end(count: int) -> None:
@@ -111,4 +111,4 @@ def test_it_sleeps_once_all_rests(monkeypatch: pytest.MonkeyPatch) -> None:
             busy.worked_at = time.monotonic() - 60
 
     assert pauses(busy, idle, most=9, then=end) == [1, 2, 4]
-    assert busy.rests
+    assert busy.trims

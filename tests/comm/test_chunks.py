@@ -50,13 +50,13 @@ class Rank:
         chunk = self.stream.to_post([len(peer.taken) for peer in peers])
         if chunk is None:
             return False
-        begin, end = chunk.place, chunk.place + chunk.size
+        begin, end = chunk.offset, chunk.offset + chunk.size
         assert begin % ALIGNMENT == 0
         assert 0 <= begin <= end <= capacity
         through = min(len(peer.taken) for peer in peers)
         unread = self.posted[through:]
         assert len(unread) < chunks.IN_FLIGHT, "more in flight than the window has"
-        assert all(each.place + each.size <= begin or end <= each.place for each in unread), "overlaps what is unread"
+        assert all(each.offset + each.size <= begin or end <= each.offset for each in unread), "overlaps what is unread"
         if chunk.operation.depends:
             before = [each for each in self.posted if each.operation is not chunk.operation]
             assert self.taken[: len(before)] == before, "posts what has not yet arrived"

@@ -10,7 +10,7 @@ import torch
 
 from flatfsdp.engine.base import _torch
 from flatfsdp.engine.transports import pieces as lists
-from flatfsdp.engine.transports.pieces import LARGEST, Row, rows_of
+from flatfsdp.engine.transports.pieces import LARGEST, RankPieces, pieces_of_ranks
 
 pytestmark = pytest.mark.unit
 
@@ -43,7 +43,7 @@ def test_rows_are_copied_as_piece_by_piece(seed: int) -> None:
     torch.manual_seed(seed)
     world, dtype = chance.randint(1, 4), chance.choice(DTYPES)
     tensors = random_list(chance, world, dtype)
-    rows = rows_of(tensors, world)
+    rows = pieces_of_ranks(tensors, world)
     memory = numbers(1 + rows[0].numel, dtype)[chance.randint(0, 1) :][: rows[0].numel]  # aligned or not
     for row in rows:
         before = [piece.clone() for other in rows if other is not row for piece in other.pieces]
@@ -67,7 +67,7 @@ def test_rows_are_filled_from_shards_that_adjoin_or_not(seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     tensors = random_list(chance, 2, torch.float32)
-    row = rows_of(tensors, 2)[1]
+    row = pieces_of_ranks(tensors, 2)[1]
     for _ in range(3):
         given = chance.choice((torch.float32, torch.float64))
         flat = numbers(row.numel + 2 * len(row.sizes), given)
@@ -95,7 +95,7 @@ def test_rows_are_filled_from_shards_that_adjoin_or_not(seed: int) -> None:
 
 def test_many_small_pieces_take_a_call_for_each_storage() -> None:
     flats = [torch.zeros(40 * 16), torch.zeros(40 * 16)]
-    row = rows_of([each for flat in flats for each in flat.split(16)], 2)[0]
+    row = pieces_of_ranks([each for flat in flats for each in flat.split(16)], 2)[0]
     memory = numbers(row.numel, torch.float32)
     row.copy_from(memory, 0)
     calls = []
@@ -114,7 +114,7 @@ def test_many_small_pieces_take_a_call_for_each_storage() -> None:
 
 
 def test_a_cut_row_is_made_without_its_pieces() -> None:
-    like = Row(list(torch.zeros(8).split([3, 5])))
+    like = RankPieces(list(torch.zeros(8).split([3, 5])))
     memory = torch.arange(8.0)
     cut = like.of(memory)
     assert cut.memory is memory and "pieces" not in vars(cut)
@@ -123,7 +123,7 @@ def test_a_cut_row_is_made_without_its_pieces() -> None:
 
 def test_what_was_indexed_in_inference_mode_or_for_another_device_serves_training() -> None:
     flat = torch.zeros(64)
-    row = rows_of(flat.split(16), 2)[0]
+    row = pieces_of_ranks(flat.split(16), 2)[0]
     memory = torch.ones(32)
     with torch.inference_mode(), torch.device("meta"):
         row.copy_from(memory, 0)

@@ -36,7 +36,7 @@ from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.cpu.segments import MemorySegment
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.device.streams import PendingWork
-from flatfsdp.engine.transports.pieces import Row, rows_of
+from flatfsdp.engine.transports.pieces import RankPieces, pieces_of_ranks
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.thorough import seeds
@@ -82,12 +82,12 @@ def issue(way: SharedMemoryExchange, what: str, rank: int, world: int, size: int
     if what == "reduce-scatter":
         output, full = torch.zeros(size, dtype=dtype), values(world * size, dtype, seed + rank)
         expected = total(world, world * size, dtype, seed).chunk(world)[rank]
-        return name, way.reduce_scatter(Row([output]), rows_of([full], world)), output, expected
+        return name, way.reduce_scatter(RankPieces([output]), pieces_of_ranks([full], world)), output, expected
     shards = [values(size, dtype, seed + each) for each in range(world)]
     output, shard = torch.zeros(world * size, dtype=dtype), shards[rank]
     if what == "gather in place":
         shard = output.chunk(world)[rank].copy_(shard)
-    return name, way.gather(rows_of([output], world), [shard]), output, torch.cat(shards)
+    return name, way.gather(pieces_of_ranks([output], world), [shard]), output, torch.cat(shards)
 
 
 def issue_list(
@@ -102,11 +102,11 @@ def issue_list(
         memory = torch.zeros(world * size, dtype=dtype)
         outputs = memory.split([world * n for n in sizes])
         expected = torch.cat([values(n, dtype, seed + r + 10 * k) for k, n in enumerate(sizes) for r in range(world)])
-        return way.gather(rows_of(outputs, world), row), memory, expected
+        return way.gather(pieces_of_ranks(outputs, world), row), memory, expected
     fulls = [values(world * n, dtype, seed + rank + 10 * k) for k, n in enumerate(sizes)]
     sums = [total(world, world * n, dtype, seed + 10 * k) for k, n in enumerate(sizes)]
     output, expected = torch.zeros(size, dtype=dtype), torch.cat([each.chunk(world)[rank] for each in sums])
-    return way.reduce_scatter(Row(output.split(sizes)), rows_of(fulls, world)), output, expected
+    return way.reduce_scatter(RankPieces(output.split(sizes)), pieces_of_ranks(fulls, world)), output, expected
 
 
 MODES: dict[str, Callable[[], Any]] = {
@@ -170,7 +170,7 @@ def at_random(rank: int, world: int, seed: int) -> list[str]:
     draw, own = random.Random(seed), random.Random(seed * 10 + rank)
     capacity = draw.choice([1024, TINY, 10_000])
     ways, found = [exchange(capacity), exchange(capacity)], []
-    rest = patch.object(outboxes, "REST", own.choice([0.0002, outboxes.REST]))
+    rest = patch.object(outboxes, "TRIM_AFTER", own.choice([0.0002, outboxes.TRIM_AFTER]))
     with rest, delayed(own, draw.choice([0.05, 0.3])):
         for _ in range(3):
             waits = []
@@ -314,7 +314,7 @@ def rests(rank: int, world: int, retains: bool) -> tuple[bool, list[str]]:
     with patch.object(malloc, "_retains", retains):
         found = wrong([issue(way, "gather", rank, world, size, torch.float32)])
         dist.barrier()
-        limit = time.monotonic() + (4 * outboxes.REST if retains else 20)
+        limit = time.monotonic() + (4 * outboxes.TRIM_AFTER if retains else 20)
         while (held := shared_bytes()) > 1024 * 1024 and time.monotonic() < limit:
             time.sleep(0.02)
         dist.barrier()
@@ -368,10 +368,10 @@ def rests_soon(rank: int, world: int) -> tuple[bool, bool, list[str]]:
         time.sleep(0.3)
         take(self, *args)
 
-    with patch.object(outboxes, "REST", 60):
+    with patch.object(outboxes, "TRIM_AFTER", 60):
         with patch.object(Gather, "take", late) if rank == 1 else nullcontext():
             found = wrong([issue(way, "gather", rank, world, 100, torch.float32)])
-            way.rest()
+            way.trim()
             kept = inspect.outbox_bytes(way) > 0
             limit = time.monotonic() + 10
             while (held := inspect.outbox_bytes(way)) and time.monotonic() < limit:
@@ -419,11 +419,11 @@ def reused_at_once(rank: int, world: int, capacity: int) -> list[str]:
             if what == "gather":
                 given, received = own[:size].clone(), torch.zeros(world * size)
                 expected = torch.cat([values(world * size, torch.float32, each)[:size] for each in range(world)])
-                pending = way.gather(rows_of([received], world), [given])
+                pending = way.gather(pieces_of_ranks([received], world), [given])
             elif what == "reduce-scatter":
                 given, received = own, torch.zeros(size)
                 expected = expected.chunk(world)[rank]
-                pending = way.reduce_scatter(Row([received]), rows_of([given], world))
+                pending = way.reduce_scatter(RankPieces([received]), pieces_of_ranks([given], world))
             else:
                 given = received = own
                 pending = way.all_reduce(received)

@@ -46,7 +46,7 @@ def test_where_it_has_no_effect_nothing_is_requested() -> None:
     asked: list[int] = []
 
     def take(numel: int, device: torch.device) -> None:
-        buffer = FlatBuffer(numel, torch.uint8, CPU, tracker=tracker_for(device), kind="unsharded")
+        buffer = FlatBuffer(numel, torch.uint8, CPU, tracker=tracker_for(device), category="unsharded")
         buffer.allocate()
 
     with patch.object(huge_pages, "_madvise", lambda: lambda first, count, advice: asked.append(count.value)):

@@ -20,7 +20,7 @@ BYTES = 64 * 1024 * 1024  # the C library maps such a block again each time
 def faults(rank: int, world: int, asks: bool) -> tuple[int, int]:
     """Page faults of taking, filling and freeing a buffer ten times, and the bytes that were live."""
     tracker = tracker_for(CPU) if asks else MemoryTracker()
-    buffer = FlatBuffer(BYTES // 4, torch.float32, CPU, tracker=tracker, kind="unsharded")
+    buffer = FlatBuffer(BYTES // 4, torch.float32, CPU, tracker=tracker, category="unsharded")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         buffer.allocate()

@@ -246,7 +246,7 @@ def outboxes_of_a_step(rank: int, world: int, strategy: str) -> tuple[dict[str, 
     model = FullyShardedDataParallel(
         Tower(), auto_wrap_policy=policy, join_units_below=0, sharding_strategy=strategy, use_orig_params=True
     )
-    with patch.object(exchange, "REST", 60):  # no pages go because of the time
+    with patch.object(exchange, "TRIM_AFTER", 60):  # no pages go because of the time
         for _ in range(3):
             loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
             dist.barrier()  # all have read the gathered values

@@ -159,7 +159,7 @@ def _impatient(reduction: Reduction) -> None:
     """`Reduction.release_input` that does not wait."""
     if not reduction.input_is_released:
         reduction.input_is_released = True
-        for part in reduction.parts:
+        for part in reduction.inputs:
             part.release_buffer()
 
 

@@ -100,7 +100,7 @@ class Setting:
             stack.enter_context(doubled(DelayedTransport))
             # With the shorter period, the thread uses a quarter of the processor.
             often = 0.0001 if is_thorough() else 0.001
-            stack.enter_context(patch.multiple(exchange, PERIOD=often, REST=2 * often))
+            stack.enter_context(patch.multiple(exchange, PERIOD=often, TRIM_AFTER=2 * often))
             stack.enter_context(poison())
         return stack
 

@@ -238,10 +238,10 @@ class FakeDevice(TorchDispatchMode):
             before = buffer.allocated
             storage = buffer.tensor.untyped_storage()
             if what == "free" and before:
-                self._freed(self._memory.pop(weakref.ref(storage), None), f"{buffer._kind} buffer")
+                self._freed(self._memory.pop(weakref.ref(storage), None), f"{buffer._category} buffer")
             method(buffer)
             if buffer.allocated is not before:
-                self.log.append(f"{what} {buffer._kind} on {self.current_stream().name}")
+                self.log.append(f"{what} {buffer._category} on {self.current_stream().name}")
                 if what == "allocate":
                     self._owned_by_current(buffer.tensor)
 

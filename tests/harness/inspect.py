@@ -67,7 +67,7 @@ class Events:
         seen: list[Event] = []
 
         def note(event: Any) -> None:
-            found = Event(KINDS.get(event.kind, event.kind), event.unit, event.phase)
+            found = Event(KINDS.get(event.name, event.name), event.unit, event.phase)
             seen.append(found)
             if listener is not None:
                 listener(found)
@@ -238,7 +238,7 @@ class Unit:
     @property
     def name(self) -> str:
         """The path of its module, "" of the outermost one; known once the first forward has begun."""
-        found: str = self._inner.place.name
+        found: str = self._inner.position.name
         return found
 
     @property
@@ -283,12 +283,12 @@ class Unit:
     @property
     def forward_prefetch(self) -> list[str]:
         """Names of the units that users chose for prefetching in forwards."""
-        return [each.place.name for each in self._inner.options.forward_targets.units()]
+        return [each.position.name for each in self._inner.options.forward_targets.units()]
 
     @property
     def backward_prefetch(self) -> list[str]:
         """Names of the units that users chose for prefetching in backwards."""
-        return [each.place.name for each in self._inner.options.backward_targets.units()]
+        return [each.position.name for each in self._inner.options.backward_targets.units()]
 
     @property
     def prefetches_own(self) -> bool:
@@ -324,7 +324,7 @@ def states(model: Any) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _place_of(own: Any) -> str:
-    if any(part.reduction is None or part.reduction.parts for part in own.reducing):
+    if any(each.reduction is None or each.reduction.inputs for each in own.reducing):
         return "being reduced"
     if own.reducing:
         return "reduced"
@@ -535,7 +535,7 @@ def memory_of(transport: Any) -> Memory:
 
 def outbox_rests(exchange: Any) -> bool:
     """Whether the outbox of an `exchange` through shared memory has released its pages, or does so now."""
-    return bool(exchange._shared.rest())
+    return bool(exchange._shared.trim())
 
 
 def looks(exchange: Any) -> int:
@@ -545,7 +545,7 @@ def looks(exchange: Any) -> int:
 
 def issued_by_group() -> dict[str, tuple[int, int]]:
     """The places of all exchanges through shared memory of this process, by the names of their groups."""
-    return {each._name: each.place for each in exchanges._all()}
+    return {each._name: each.position for each in exchanges._all()}
 
 
 _LOOKS_ALONE = exchanges._LOOKS_ALONE
@@ -621,7 +621,7 @@ def is_busy(model: Any) -> bool:
 
 def meetings(model: Any) -> int:
     """The number of places where this rank left a note about an unexpected event."""
-    return len(_model(model).agreement.sequence.meetings.places)
+    return len(_model(model).agreement.sequence.meetings.noted_at)
 
 
 def note(model: Any, key: str) -> str | None:

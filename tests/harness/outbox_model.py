@@ -108,7 +108,7 @@ class Step:
 
     @staticmethod
     def _cells(chunk: Chunk[Any]) -> range:
-        return range(chunk.place // ALIGNMENT, (chunk.place + chunk.size) // ALIGNMENT)
+        return range(chunk.offset // ALIGNMENT, (chunk.offset + chunk.size) // ALIGNMENT)
 
 
 class Pages:
@@ -158,7 +158,7 @@ class Rank:
     def run(self, local: Hashable, replay: Replay) -> None:
         stream = _copied(self._streams[local])
         if not stream.has_work:
-            if self._scope.rests and not self._shared(stream, replay).rest():
+            if self._scope.rests and not self._shared(stream, replay).trim():
                 replay.ask(Request("again", local=local))
             return
         self._last.done = False

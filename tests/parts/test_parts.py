@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
-from flatfsdp.engine.parts.part import Part, chunk, joined, shown_elsewhere, strided_chunk
+from flatfsdp.engine.parts.part import Part, joined, shard, shown_elsewhere, strided_shard
 from flatfsdp.engine.state.boxes import boxes_of_whole, runs_of_whole
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,7 @@ def test_chunks_are_torchs(size: int, count: int) -> None:
     whole = ((0, size),) if size else ()
     expected = [piece.tolist() for piece in torch.arange(size).chunk(count)]
     expected += [[]] * (count - len(expected))
-    found = [[i for first, n in chunk(whole, count, place) for i in range(first, first + n)] for place in range(count)]
+    found = [[i for first, n in shard(whole, count, place) for i in range(first, first + n)] for place in range(count)]
     assert found == ([[]] * count if not size else expected)
 
 
@@ -29,7 +29,7 @@ def test_chunks_are_torchs(size: int, count: int) -> None:
 @pytest.mark.parametrize(("count", "factor"), [(2, 2), (3, 2), (2, 3)])
 def test_strided_chunks_divide_each_chunk_again(size: int, count: int, factor: int) -> None:
     for place in range(count):
-        found = [i for first, n in strided_chunk(((0, size),), count, place, factor) for i in range(first, first + n)]
+        found = [i for first, n in strided_shard(((0, size),), count, place, factor) for i in range(first, first + n)]
         outer = torch.arange(size).chunk(factor)
         inner = [list(each.chunk(count)) for each in outer]
         assert found == [i for each in inner if place < len(each) for i in each[place].tolist()]
@@ -47,7 +47,7 @@ def test_sizes_of_which_placements_tell_another_split_are_found(count: int, fact
         wrong = []
         for place in itertools.product(range(count), range(factor)):
             got = _compute_local_shape_and_global_offset((size,), (count, factor), list(place), placements)
-            held = chunk(chunk(((0, size),), factor, place[1]), count, place[0])
+            held = shard(shard(((0, size),), factor, place[1]), count, place[0])
             if got[0] != (sum(n for _, n in held),) or (held and got[1] != (held[0][0],)):
                 wrong.append(place)
         found = shown_elsewhere(size, ((count, factor), (factor, None)), 0)

@@ -33,7 +33,7 @@ OF_SINGLE_CLASSES = frozenset(
     device/test_downloads.py:_event
     device/test_downloads.py:_keep
     device/test_streams.py:_stream
-    harness/fake_device.py:_kind
+    harness/fake_device.py:_category
     agreement/test_calls.py:_lost
     checkpoint/test_weights.py:_LARGEST_FILE
     checkpoint/test_weights.py:_plans

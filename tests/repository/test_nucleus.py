@@ -9,7 +9,7 @@ from tests.repository.test_layering import edges, sources
 
 pytestmark = pytest.mark.unit
 
-LINES, FILES = 9_572, 52  # at most; the goals are 10,000 and 60
+LINES, FILES = 9_574, 52  # at most; the goals are 10,000 and 60
 
 
 def package_of(file: str) -> str:

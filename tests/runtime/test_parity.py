@@ -126,13 +126,13 @@ def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
 @contextmanager
 def one_late_rank() -> Iterator[None]:
     """Rank 1 is the last to share its gradients."""
-    post = SharedMemory.sum_rows
+    post = SharedMemory.sum_pieces
 
     def late(self: SharedMemory, *args: Any) -> Any:
         time.sleep(0.02 if dist.get_rank() == 1 else 0)
         return post(self, *args)
 
-    with patch.object(SharedMemory, "sum_rows", late):
+    with patch.object(SharedMemory, "sum_pieces", late):
         yield
 
 

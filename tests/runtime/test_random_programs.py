@@ -1131,7 +1131,9 @@ def _play(rank: int, world: int, seed: int, operations: Sequence[Callable[[Playe
         warnings.catch_warnings(record=True) as caught,
         # The delay before this rank's thread progresses pending work while the program computes.
         patch.object(exchange, "PERIOD", random.Random(f"period {seed} {rank}").choice((0.0001, exchange.PERIOD))),
-        patch.object(exchange, "REST", random.Random(f"rest {seed} {rank}").choice((0.0001, exchange.REST))),
+        patch.object(
+            exchange, "TRIM_AFTER", random.Random(f"rest {seed} {rank}").choice((0.0001, exchange.TRIM_AFTER))
+        ),
         patch.object(errors, "_warned", set()),
         inspect.large_gradients() if random.Random(f"large {seed}").random() < 0.5 else nullcontext(),
     ):

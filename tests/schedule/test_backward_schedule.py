@@ -140,7 +140,7 @@ class ReducesWhatIsReady(Schedule):
     def _ready_to_reduce(self, unit: str) -> None:
         if unit in self.reductions.expected:
             self.reductions.ready(unit)
-            self._reduce([group for group in self.reductions.due(rest=True) if unit in group] or [(unit,)])
+            self._reduce([group for group in self.reductions.due(flush=True) if unit in group] or [(unit,)])
 
 
 class GathersWhatIsReached(Schedule):

@@ -204,7 +204,7 @@ def test_joined_reductions_wait_for_all_of_them() -> None:
     assert plan.due() == [("e",)]
     plan.ready("a")
     assert plan.due() == [] and [*plan.expected] == ["b", "c", "a"]
-    assert plan.due(rest=True) == [("c", "b"), ("a",)] and plan.due(rest=True) == []
+    assert plan.due(flush=True) == [("c", "b"), ("a",)] and plan.due(flush=True) == []
 
 
 def test_upcoming_units_are_those_of_the_forward_before() -> None:

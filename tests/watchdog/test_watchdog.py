@@ -24,8 +24,8 @@ from flatfsdp.engine.watchdog.status_report import (
     Progress,
     RankStatus,
     StatusPoll,
+    digest_of_wait,
     lines_of,
-    name_of_place,
     parted,
 )
 from flatfsdp.engine.watchdog.store import StoreGone
@@ -457,7 +457,7 @@ def test_many_ranks_in_words(ranks: list[int], words: str) -> None:
 
 def at(what: str, seconds: float, ranks: tuple[int, ...], *others: tuple[str, tuple[int, ...]]) -> RankStatus:
     """Of a rank that waits there for the first time, and has been in `others` before."""
-    return RankStatus(what, seconds, ranks, (), {name_of_place(*each): 1 for each in ((what, ranks), *others)})
+    return RankStatus(what, seconds, ranks, (), {digest_of_wait(*each): 1 for each in ((what, ranks), *others)})
 
 
 def test_only_ranks_that_wait_for_each_other_have_parted() -> None:
@@ -473,7 +473,7 @@ def test_a_rank_that_has_been_where_another_waits_has_not_parted_from_it() -> No
     slow, ahead = at("a", 50.0, everyone), at("b", 50.0, everyone, ("a", everyone))
     assert parted({0: slow, 1: ahead, 2: ahead}, patience=2.0) == []
     assert parted({0: ahead, 1: slow, 2: slow}, patience=2.0) == []
-    again = slow._replace(entered={name_of_place("a", everyone): 2})
+    again = slow._replace(entered={digest_of_wait("a", everyone): 2})
     assert parted({0: again, 1: ahead, 2: slow}, patience=2.0) == [[0, 2], [1]], "for the second time"
     assert parted({0: slow, 1: at("b", 50.0, everyone), 2: ahead}, patience=2.0) == [[0], [1, 2]]
 

@@ -20,7 +20,7 @@ from flatfsdp.engine.cpu.exchange import SharedMemory, SharedWork
 from flatfsdp.engine.cpu.operations import Gather, Sum
 from flatfsdp.engine.flat.gradient_slots import GradientSlots
 from flatfsdp.engine.flat.reduction import ReductionInput
-from flatfsdp.engine.transports.pieces import Row
+from flatfsdp.engine.transports.pieces import RankPieces
 
 from . import ranks
 from .clock import CPU_PHASES
@@ -31,7 +31,7 @@ from .table import markdown
 STEPS = 12
 # The timed pieces: by name, the class, its method, and the MiB that a step reads or writes in it.
 PIECES: dict[str, tuple[type, str, float]] = {
-    "own shards into unsharded buffers": (Row, "fill", 79.7),
+    "own shards into unsharded buffers": (RankPieces, "fill", 79.7),
     "own shards into the outbox": (Gather, "post", 79.7),
     "peers' shards out of outboxes": (Gather, "take", 79.7),
     "gradients from autograd's tensors into their places": (GradientSlots, "_move", 91.8),

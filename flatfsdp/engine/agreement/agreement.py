@@ -51,8 +51,8 @@ class Agreement(Peers):
         self._forwards: list[str] = []  # the names of their forwards in messages, by unit
         self._backwards: dict[Hashable, Op] = {}  # by plan
         self._issued: Callable[..., Op] = ops.issued  # the op of a backward's collectives, by units
-        self._kind = ""  # of the running forward
-        self._opening: str | None = None  # the kind of forward that the next unit begins
+        self._mode = ""  # of the running forward
+        self._opening: str | None = None  # the mode of the forward that the next unit begins
         self._autocast = ""  # of the last forward; if nothing is sharded, of the last training forward
         self._flags: tuple[bool, ...] = ()  # whether each parameter required a gradient in it
 
@@ -137,7 +137,7 @@ class Agreement(Peers):
         if not self.peers.axes or self.forwards_are_local:
             return
         self.sequence.busy = True
-        self._kind = self._opening = TRAINING if training else EVALUATION
+        self._mode = self._opening = TRAINING if training else EVALUATION
         if training or self._sharded:
             self._autocast = autocast_on(device_type)
             self._flags = self.sequence.meetings.required = trained() if training else ()
@@ -163,7 +163,7 @@ class Agreement(Peers):
             self.sequence.start(self._forwards[unit])
             self.sequence.next(opening, unit=op.code, opens=True)
         else:
-            self.sequence.part = self._forwards[unit]
+            self.sequence.activity = self._forwards[unit]
             self.sequence.next(op, unit=op.code)
 
     def check_request(self, unit: int, method: str) -> None:
@@ -172,7 +172,7 @@ class Agreement(Peers):
             return
         entry = self._names.units[unit]
         op = ops.requested(unit, entry, method)
-        if self.sequence.part is not None:
+        if self.sequence.activity is not None:
             self.sequence.next(op, unit=op.code)
         else:
             with self.waiting(f"{method}() of unit {entry.label}"):
@@ -182,8 +182,8 @@ class Agreement(Peers):
 
     def end_forward(self) -> None:
         """End the outermost forward."""
-        if self.sequence.part is not None:
-            self.sequence.next(ENDED[self._kind], completes=self._kind != TRAINING, ends=True)
+        if self.sequence.activity is not None:
+            self.sequence.next(ENDED[self._mode], completes=self._mode != TRAINING, ends=True)
         self.rest()
 
     def resume_forward(self) -> None:
@@ -256,7 +256,7 @@ class Agreement(Peers):
         """Check that all ranks make this `call` of the API, between iterations, for the same `units`. Inside, this rank
         may wait for the others. If no unit is sharded, only an `always` call communicates.
         """
-        if self.sequence.part is not None or not (self._sharded or (always and self.peers.axes)):
+        if self.sequence.activity is not None or not (self._sharded or (always and self.peers.axes)):
             yield
             return
         with self.waiting(call):
@@ -299,7 +299,7 @@ class Agreement(Peers):
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
         """A context in which this rank may wait for others, in an iteration or between iterations."""
-        if self.sequence.part is not None or not self.peers.axes:
+        if self.sequence.activity is not None or not self.peers.axes:
             yield
             return
         self.sequence.busy = True

@@ -55,21 +55,21 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
     notes = watch.store
     scope = f"{hash63(str(tuple(ranks))):x}"
     _made[scope] += 1
-    place = f"call/{scope}/{_made[scope]}"
+    prefix = f"call/{scope}/{_made[scope]}"
     call += issued and f"{_AFTER}{issued}"
-    come(notes, place, call, len(ranks))
+    come(notes, prefix, call, len(ranks))
     before = watch.failure
-    verdict = notes.wait(lambda: watch.failure is not before or notes.read(f"{place}/verdict"), PATIENCE)
+    verdict = notes.wait(lambda: watch.failure is not before or notes.read(f"{prefix}/verdict"), PATIENCE)
     if watch.failure is not None and watch.failure is not before:
         # Surviving ranks may not have reached this call: it is not counted.
         _made[scope] -= 1
-        if notes.count(f"{place}/here", -1) == 0:
-            notes.erase(f"{place}/first", f"{place}/here")
+        if notes.count(f"{prefix}/here", -1) == 0:
+            notes.erase(f"{prefix}/first", f"{prefix}/here")
         raise watch.failure
     if verdict != SAME:
-        notes.post(f"{place}/note/{dist.get_rank()}", call)
-        texts = {rank: one_line(text) for rank, text in texts_at(notes, place, ranks).items()}
-        notes.let_all_read(place, len(ranks), READING)
+        notes.post(f"{prefix}/note/{dist.get_rank()}", call)
+        texts = {rank: one_line(text) for rank, text in texts_at(notes, prefix, ranks).items()}
+        notes.let_all_read(prefix, len(ranks), READING)
         texts = {rank: text.partition(_AFTER)[0] for rank, text in texts.items()}
         if len({*texts.values()}) == 1:
             return False
@@ -81,30 +81,30 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
     return True
 
 
-# -- a place in the store where ranks meet -----------------------------------------------------------------------------
+# -- where ranks meet in the store -------------------------------------------------------------------------------------
 
 
-def come(notes: StoreClient, place: str, what: str, ranks: int) -> int:
-    """Register at `place` with operation `what`, and write the verdict if that decides it. Returns the number of ranks,
-    of `ranks` in total, that are there for the same operation; 0 if one is there for another one."""
-    if notes.set_if_absent(f"{place}/first", what) != what:
-        notes.post(f"{place}/verdict", DIFFERENT)
+def come(notes: StoreClient, prefix: str, what: str, ranks: int) -> int:
+    """Register below `prefix` with operation `what`, and write the verdict if that decides it. Returns the number of
+    ranks, of `ranks` in total, that are there for the same operation; 0 if one is there for another one."""
+    if notes.set_if_absent(f"{prefix}/first", what) != what:
+        notes.post(f"{prefix}/verdict", DIFFERENT)
         return 0
-    here = notes.count(f"{place}/here")
+    here = notes.count(f"{prefix}/here")
     if here == ranks:
-        notes.post(f"{place}/verdict", SAME)
+        notes.post(f"{prefix}/verdict", SAME)
     return here
 
 
 def texts_at(
-    notes: StoreClient, place: str, ranks: Sequence[int], absent: str = "has not reached this point"
+    notes: StoreClient, prefix: str, ranks: Sequence[int], absent: str = "has not reached this point"
 ) -> dict[int, str]:
-    """The notes of `ranks` at `place`, by rank; `absent` for a rank that does not write one soon."""
+    """The notes of `ranks` below `prefix`, by rank; `absent` for a rank that does not write one soon."""
     found: dict[int, str] = {}
 
     def all_there() -> bool:
         for rank in ranks:
-            if rank not in found and (text := notes.read(f"{place}/note/{rank}")) is not None:
+            if rank not in found and (text := notes.read(f"{prefix}/note/{rank}")) is not None:
                 found[rank] = text
         return len(found) == len(ranks)
 
@@ -112,6 +112,6 @@ def texts_at(
     return {rank: found.get(rank, absent) for rank in ranks}
 
 
-def erase(notes: StoreClient, place: str, ranks: Sequence[int] = ()) -> None:
-    """Erase the keys at `place`, and the notes of `ranks` there, after all ranks have read them."""
-    notes.erase(f"{place}/first", f"{place}/here", f"{place}/verdict", *(f"{place}/note/{rank}" for rank in ranks))
+def erase(notes: StoreClient, prefix: str, ranks: Sequence[int] = ()) -> None:
+    """Erase the keys below `prefix`, and the notes of `ranks` there, after all ranks have read them."""
+    notes.erase(f"{prefix}/first", f"{prefix}/here", f"{prefix}/verdict", *(f"{prefix}/note/{rank}" for rank in ranks))

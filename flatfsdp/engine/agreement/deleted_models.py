@@ -27,13 +27,13 @@ class PastOps:
         logged: deque[tuple[int, Op, int]],
         progress: Progress,
         *,
-        places: deque[int],
+        noted_at: deque[int],
         answered: set[int],
     ) -> None:
-        """`logged`: (place, op, step) of each; `places`: where this rank left a note; `answered`: where it has answered
-        ranks that lack gradients."""
+        """`logged`: (position, op, step) of each; `noted_at`: where this rank left a note; `answered`: where it has
+        answered ranks that lack gradients."""
         self._rank, self._ranks, self._scope, self._store = peers.rank, peers.ranks, peers.scope, peers.store
-        self._logged, self._progress, self._places, self._answered = logged, progress, places, answered
+        self._logged, self._progress, self._noted_at, self._answered = logged, progress, noted_at, answered
 
     def consider(self, alarm: str) -> bool:
         """Answer the alarm of a rank, if it concerns this model, which was deleted."""
@@ -42,15 +42,15 @@ class PastOps:
                 if at not in self._answered:
                     self._answered.add(at)
                     answer(self._store, scope, at, self._rank, 0, self._position)
-            case [str(scope), int(at), _] if scope == self._scope and at not in self._places:
-                self._places.append(at)
-                op, place = self._op_at(at), f"{scope}/{at}"
-                self._store.post(f"{place}/note/{self._rank}", op.to_text())
-                come(self._store, place, str(op.code), len(self._ranks))
+            case [str(scope), int(at), _] if scope == self._scope and at not in self._noted_at:
+                self._noted_at.append(at)
+                op, prefix = self._op_at(at), f"{scope}/{at}"
+                self._store.post(f"{prefix}/note/{self._rank}", op.to_text())
+                come(self._store, prefix, str(op.code), len(self._ranks))
         return True
 
     def publish(self) -> None:
-        """The watch ends: leave the place that this rank has reached."""
+        """The watch ends: leave the position that this rank has reached."""
         if self._progress.backwards:
             self._store.post(left_at(self._scope, self._rank), str(self._position))
 
@@ -59,9 +59,9 @@ class PastOps:
         return self._logged[-1][0] + 1 if self._logged else 0
 
     def _op_at(self, at: int) -> Op:
-        """The op at place `at`, or what this rank did instead."""
-        for place, op, _ in self._logged:
-            if place == at:
+        """The op at position `at`, or what this rank did instead."""
+        for position, op, _ in self._logged:
+            if position == at:
                 return op
         passed = "passed this point long ago and " if self._position > at else ""
         return Op(-1, f"{passed}deleted its model")

@@ -1,4 +1,4 @@
-"""The error message for ranks whose ops differ at one place of their sequence; pure."""
+"""The error message for ranks whose ops differ at one position of their sequence; pure."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def compare_facts(axes: list[Transport], facts: Sequence[Fact], *, doing: str, r
     answers = exchange_facts(peers, facts, doing=doing)
     if answers is not None and len({code for code, *_ in answers.values()}) > 1:
         peers.know(list(answers))
-        (subject, value, named), *rest = facts
-        refuse_differences(peers, [(subject, value if reason is None else f"{value}: {reason}", named), *rest], answers)
+        (subject, value, named), *more = facts
+        refuse_differences(peers, [(subject, value if reason is None else f"{value}: {reason}", named), *more], answers)
 
 
 def exchange_facts(
@@ -115,8 +115,8 @@ class InitialValues:
             return  # equal, or a rank does not train: its op is compared next
         # Values of different parts may differ legitimately: all ranks know of it, and exchange all checksums.
         axes = peers.axes
-        rows = [[value is not None, value or 0, peers] for _, value, peers in own]
-        block = torch.tensor(rows, device=axes[0].device.device)
+        entries = [[value is not None, value or 0, peers] for _, value, peers in own]
+        block = torch.tensor(entries, device=axes[0].device.device)
         for axis in axes:
             block = gather_now(axis, block)
         names = [own[index][0] for index in _differing(block.view(-1, len(own), 3).cpu())]
@@ -153,19 +153,19 @@ def _differing(block: torch.Tensor) -> list[int]:
 def _facts(text: str) -> list[Fact]:
     """The facts that a rank published as `text`; a single one without a value if it did not publish any."""
     found = parse(text)
-    rows = [row for row in found if isinstance(row, list) and len(row) == 3] if isinstance(found, list) else []
-    return [(str(subject), str(value), bool(named)) for subject, value, named in rows] or [(NO_ANSWER, "", True)]
+    facts = [each for each in found if isinstance(each, list) and len(each) == 3] if isinstance(found, list) else []
+    return [(str(subject), str(value), bool(named)) for subject, value, named in facts] or [(NO_ANSWER, "", True)]
 
 
 def _first_difference(reported: Mapping[tuple[int, ...], list[Fact]]) -> str:
-    for rows in itertools.zip_longest(*reported.values(), fillvalue=("nothing more", "", True)):
-        if len(set(_compared(rows))) > 1:
+    for facts in itertools.zip_longest(*reported.values(), fillvalue=("nothing more", "", True)):
+        if len(set(_compared(facts))) > 1:
             break
-    subjects = {subject for subject, _, _ in rows}
+    subjects = {subject for subject, _, _ in facts}
     together = len(subjects) == 1
     words = "; ".join(
         f"{ranks_in_words(ranks)}: {value if together else f'{subject} {value}'.strip()}"
-        for ranks, (subject, value, _) in zip(reported, rows, strict=True)
+        for ranks, (subject, value, _) in zip(reported, facts, strict=True)
     )
     if subjects & {ISSUED_BEFORE}:
         return (
@@ -173,8 +173,8 @@ def _first_difference(reported: Mapping[tuple[int, ...], list[Fact]]) -> str:
             "would be matched with earlier ones of other ranks, and values mixed up. Create the process group again, "
             "use another one, or restart the program"
         )
-    place = f" in {subjects.pop()}" if together else ""
+    where = f" in {subjects.pop()}" if together else ""
     return (
-        f"ranks construct different models; the first difference is{place}: {words}. Build the same module with the "
+        f"ranks construct different models; the first difference is{where}: {words}. Build the same module with the "
         "same arguments of FullyShardedDataParallel on every rank"
     )

@@ -32,8 +32,8 @@ def _everyones(axes: Sequence[Transport], content: bytes, *, doing: str) -> dict
     with expecting(ranks_over(axes), doing):
         for axis in axes:
             meet(axis.group.process_group, axis.group.ranks, doing)
-        rows = gathered(rank.to_bytes(8, "big") + content, axes[0].device.device, gather)
-    return {int.from_bytes(row[:8], "big"): row[8:] for row in sorted(rows)}
+        messages = gathered(rank.to_bytes(8, "big") + content, axes[0].device.device, gather)
+    return {int.from_bytes(each[:8], "big"): each[8:] for each in sorted(messages)}
 
 
 def firsts(axes: Sequence[Transport], content: bytes) -> bytes:

@@ -44,18 +44,18 @@ class Meetings:
     Attributes:
         names: the names of the model's units and parameters in messages.
         required: whether each parameter required a gradient in the last forward.
-        places: the last places in the sequence at which this rank left a note for the others.
-        waits_at: the place where the main thread waits for the others; None if it does not.
+        noted_at: the last positions in the sequence at which this rank left a note for the others.
+        waits_at: the position at which the main thread waits for the others; None if it does not.
     """
 
     def __init__(self, peers: RankExchange) -> None:
         self.names = ModelNames()
         self.required: tuple[bool, ...] = ()
-        self.places: deque[int] = deque(maxlen=64)
+        self.noted_at: deque[int] = deque(maxlen=64)
         self.waits_at: int | None = None
         self._peers = peers
         self._noted = ""  # the description of this rank's op in its last note
-        self._settled: list[int] = []  # the last places where all ranks have met, which some may not have left
+        self._settled: list[int] = []  # the last positions at which all ranks have met, which some may not have left
 
     def require_same(self, codes: dict[int, int], op: Op, step: int) -> None:
         """Fail unless the `codes` of all ranks, which were exchanged, are equal."""
@@ -69,48 +69,48 @@ class Meetings:
         `issued`: the number of collectives that it had issued, if it will issue no more: a rank that has issued more
         waits in vain. None if it continues.
         """
-        self.places.append(at)
+        self.noted_at.append(at)
         self._noted = op.words
         self.leave_note(at, op, alarm=json.dumps([self._peers.scope, at, issued]))
 
     def leave_note(self, at: int, op: Op, *, alarm: str | None = None) -> None:
         """Write the note of this rank's `op` at `at`, and the verdict if that decides it. `alarm`: raised if it is the
         first note."""
-        notes, place = self._peers.store, self._place(at)
-        notes.post(f"{place}/note/{self._peers.rank}", op.to_text(self.required))
-        here = come(notes, place, str(op.code), len(self._peers.ranks))
+        notes, prefix = self._peers.store, self._prefix(at)
+        notes.post(f"{prefix}/note/{self._peers.rank}", op.to_text(self.required))
+        here = come(notes, prefix, str(op.code), len(self._peers.ranks))
         if here == 1 and alarm is not None:
             notes.raise_alarm(alarm)
 
     def meet(self, at: int, step: int) -> None:
         """Wait for the notes of all ranks at `at`; raises unless all are the same."""
-        peers, place = self._peers, self._place(at)
+        peers, prefix = self._peers, self._prefix(at)
         notes = peers.store
         self.waits_at = at
 
         assert peers.watch is not None
         what = f"{self._noted}, which was not expected, and waits for the other ranks to answer, in step {max(1, step)}"
         with peers.watch.waiting(peers.ranks, what, ends_by_notes=True):
-            verdict = notes.wait(lambda: peers.verdict or notes.read(f"{place}/verdict"), PATIENCE)
+            verdict = notes.wait(lambda: peers.verdict or notes.read(f"{prefix}/verdict"), PATIENCE)
         peers.raise_verdict()
         if verdict != SAME:
             peers.fail_with(self.judge(at, step))
         self.waits_at = None
         if peers.rank == peers.ranks[0]:
-            # All ranks have a note here, so all have left earlier places: the notes there can be erased.
+            # All ranks have a note here, so all have left earlier positions: the notes there can be erased.
             while self._settled:
-                erase(notes, self._place(self._settled.pop()), peers.ranks)
+                erase(notes, self._prefix(self._settled.pop()), peers.ranks)
             self._settled.append(at)
 
     def judge(self, at: int, step: int) -> AgreementError:
         """The error with the ops of all ranks at `at`, from their notes, or with the ranks that have ended."""
-        peers, place = self._peers, self._place(at)
+        peers, prefix = self._peers, self._prefix(at)
         texts = ranks_by_value(
-            texts_at(peers.store, place, peers.ranks, Op(-1, "has not reached this point").to_text())
+            texts_at(peers.store, prefix, peers.ranks, Op(-1, "has not reached this point").to_text())
         )
         exits = ExitRecord.read_all(peers.store).values()
         ended = [each for each in exits if each.rank in peers.ranks and each.cause is None]
-        peers.store.let_all_read(place, len(peers.ranks), READING)
+        peers.store.let_all_read(prefix, len(peers.ranks), READING)
         if ended:
             assert peers.watch is not None
             return LostRankError(in_one_sentence(ended, peers.watch.progress_with_living(), rank=peers.rank))
@@ -118,9 +118,9 @@ class Meetings:
 
     def is_different(self, at: int) -> bool:
         """Whether the notes at `at` are known to differ."""
-        return self._peers.store.read(f"{self._place(at)}/verdict") == DIFFERENT
+        return self._peers.store.read(f"{self._prefix(at)}/verdict") == DIFFERENT
 
-    def _place(self, at: int) -> str:
+    def _prefix(self, at: int) -> str:
         return f"{self._peers.scope}/{at}"
 
     def _words(self, texts: dict[tuple[int, ...], str], step: int) -> str:
@@ -132,7 +132,7 @@ class OpSequence:
 
     Attributes:
         busy: whether this rank is inside an iteration, where it may wait for others.
-        part: the part of the iteration that runs, in words; None between iterations.
+        activity: what this rank does in its iteration, in words; None between iterations.
         meetings: the meetings of ranks whose ops were not expected.
         unused: the agreement on parameters without gradients on any rank.
         position: the number of ops so far.
@@ -142,10 +142,10 @@ class OpSequence:
 
     def __init__(self, peers: RankExchange) -> None:
         self.busy = False
-        self.part: str | None = None
-        self._refused = ""  # the error, in words, with which this rank ended a part that autograd runs
-        self._last = ""  # the part that ran last
-        self._since = time.monotonic()  # when this rank began its current part, or ended the last one
+        self.activity: str | None = None
+        self._refused = ""  # the error, in words, with which this rank ended an activity that autograd runs
+        self._last = ""  # the activity that ran last
+        self._since = time.monotonic()  # when this rank began its current activity, or ended the last one
         self._issued_before = 0
         self._comm_stats = CommStats()
         self._events = EventLog()
@@ -166,15 +166,15 @@ class OpSequence:
         """Let the watchdog answer for this rank, after all ranks have answered."""
         peers = self._peers
         assert peers.watch is not None
-        places, answered = self.meetings.places, self.unused.answered
-        peers.watch.add(self, PastOps(peers, self._logged, self.progress, places=places, answered=answered))
+        noted_at, answered = self.meetings.noted_at, self.unused.answered
+        peers.watch.add(self, PastOps(peers, self._logged, self.progress, noted_at=noted_at, answered=answered))
         peers.watch.follow(peers.scope, self.progress)
 
-    # -- the parts of an iteration -----------------------------------------------------------------------------------
+    # -- activities of an iteration ------------------------------------------------------------------------------------
 
-    def start(self, part: str) -> None:
-        """Begin a part of an iteration."""
-        self.part, self._since, self._refused = part, time.monotonic(), ""
+    def start(self, activity: str) -> None:
+        """Begin an activity of an iteration."""
+        self.activity, self._since, self._refused = activity, time.monotonic(), ""
         self._issued_before = self._comm_stats.issued
 
     def refuse(self, error: BaseException) -> None:
@@ -184,13 +184,13 @@ class OpSequence:
 
     def rest(self) -> None:
         """Return to the state between iterations, in which this rank does not wait for others."""
-        self._last, self._since = self.part or self._last, time.monotonic()
-        self.part = None
+        self._last, self._since = self.activity or self._last, time.monotonic()
+        self.activity = None
         self.busy = False
 
     @property
     def issued(self) -> int:
-        """The number of collectives issued in this part."""
+        """The number of collectives issued in this activity."""
         return self._comm_stats.issued - self._issued_before
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class OpSequence:
         """Do `op` next. Collective if there is no expectation.
 
         `unit`: the op enters this unit of a forward. `opens`: a step begins. `completes`: an iteration may end here.
-        `ends`: so does the running part, after this op.
+        `ends`: so does the running activity, after this op.
 
         Raises:
             AgreementError: the op of another rank differs; on every rank, within seconds.
@@ -215,7 +215,7 @@ class OpSequence:
         self._predictor.learn(op.code, unit=unit, completes=completes)
         self._logged.append((self.position, op, self.progress.steps))
         self.progress.steps += opens
-        if ends:  # before the watch sees the position, and compares with a rank that may be in the next part already
+        if ends:  # before the watch sees the position, and compares with a rank that may be ahead already
             self._issued_before = self._comm_stats.issued
         self.position += 1
 
@@ -236,7 +236,7 @@ class OpSequence:
         compares = unused.compares and peers.watch is not None
         if lacking and not compares and peers.watch is not None:
             unused.reserve(at)
-        # The part ends, and with it the count for comparison, before the watch sees the position.
+        # The activity ends, and with it the count for comparison, before the watch sees the position.
         self._issued_before = self._comm_stats.issued + (len(peers.axes) if compares else 0)
         self._follow(op, completes=True)
         if peers.watch is None:
@@ -266,7 +266,7 @@ class OpSequence:
     def show(self, op: Op, *, issued: int | None = None) -> None:
         """Do `op`, which other ranks may not do: if it was not expected all ranks meet. Not collective.
 
-        `issued`: the number of collectives that this rank had issued, if it will issue no more and the part ends.
+        `issued`: the number of collectives that this rank had issued, if it will issue no more and the activity ends.
         """
         if self._predictor.expected() != op.code:
             self.meetings.announce(self.position, op, issued=issued)
@@ -286,7 +286,7 @@ class OpSequence:
     # -- abandoned iterations ----------------------------------------------------------------------------------------
 
     def meet_abandoned(self) -> None:
-        """If the last iteration was abandoned here, wait until all ranks have abandoned it at the same place."""
+        """If the last iteration was abandoned here, wait until all ranks have abandoned it at the same position."""
         if self.abandoned is not None:
             at, op = self.abandoned.at, self.abandoned.op
             self.meetings.meet(at, self.progress.steps)
@@ -297,10 +297,10 @@ class OpSequence:
     def publish_abandoned(self, error: BaseException | None) -> None:
         """Notify the others that an exception ended the iteration here, without waiting for them or raising.
 
-        Whether all ranks abandoned it at the same place is checked when the next forward begins.
+        Whether all ranks abandoned it at the same position is checked when the next forward begins.
         """
-        part, peers = self.part, self._peers
-        if part is None or peers.watch is None or peers.verdict is not None:
+        activity, peers = self.activity, self._peers
+        if activity is None or peers.watch is None or peers.verdict is not None:
             return
         if self.abandoned is not None:  # before, for example by a failed backward inside of a forward
             return
@@ -308,7 +308,7 @@ class OpSequence:
             return
         issued = self.issued
         because = f" after {type(error).__name__}: {error}" if error is not None else self._refused
-        op = ops.abandoned(issued, part, because)
+        op = ops.abandoned(issued, activity, because)
         self.abandoned = LoggedOp(self.position, op, self.progress.steps)
         try:
             self.meetings.announce(self.position, op, issued=issued)
@@ -342,20 +342,20 @@ class OpSequence:
     @property
     def doing(self) -> tuple[str, float]:
         """The activity of this rank with the model, in words that follow "rank 0: ", and the time at which it began."""
-        part, since, when = self.part, self._since, f"in step {max(1, self.progress.steps)}"
-        if part is None:
+        activity, since, when = self.activity, self._since, f"in step {max(1, self.progress.steps)}"
+        if activity is None:
             left = f"since {self._last} {when}" if self._last else "before the model's first step"
             unfinished = "" if math.isinf(unfinished_since()) else "; its device has not finished a collective"
             return f"in the program's own code {left}{unfinished}", since
         if math.isinf(blocked_since()):
-            return f"computing in {part}, {when}", since
+            return f"computing in {activity}, {when}", since
         last = "; ".join(map(str, self._events.tail(2)))
-        return f"waiting in {part}, {when}{f' (last: {last})' if last else ''}", since
+        return f"waiting in {activity}, {when}{f' (last: {last})' if last else ''}", since
 
     @property
     def last_step(self) -> str:
-        """The last part of this rank with the model, in words that follow a sentence; "" if it did not run yet."""
-        last = self.part or self._last
+        """The last activity of this rank with the model, in words that follow a sentence; "" if it did not run yet."""
+        last = self.activity or self._last
         return f", after {last} in step {max(1, self.progress.steps)}" if last else ""
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
@@ -374,15 +374,15 @@ class OpSequence:
                 return True
         if scope != peers.scope or peers.verdict is not None or meetings.waits_at == at:
             return True
-        passed = self.position > at  # read before `places`: the main thread adds a place there before it meets
-        if at in meetings.places:
+        passed = self.position > at  # read before `noted_at`: the main thread adds a position there before it meets
+        if at in meetings.noted_at:
             if self.abandoned is None or at != self.abandoned.at:
                 return True
         elif passed:
             quoted = self._logged_at(at)
             meetings.leave_note(at, quoted.op if quoted is not None else Op(-1, "passed this point long ago"))
         elif issued is not None and at == self.position and self.issued > issued:
-            meetings.leave_note(at, Op(-1, f"went on in {self.part}"))
+            meetings.leave_note(at, Op(-1, f"went on in {self.activity}"))
         if not meetings.is_different(at):
             return False
         quoted = self._logged_at(at)

@@ -23,7 +23,7 @@ from ..base.foreign_text import one_line, parse
 from ..base.hashing import hash63
 from ..base.peers import BackwardPlan, UnitEntry, bits_of
 
-TRAINING, EVALUATION = "a training", "an evaluation"  # kinds of forward, with and without gradients
+TRAINING, EVALUATION = "a training", "an evaluation"  # modes of forwards, with and without gradients
 PLANS = 64  # the most plans of backwards whose ops are cached
 
 
@@ -88,7 +88,7 @@ class Op(NamedTuple):
 
 
 class LoggedOp(NamedTuple):
-    """An op, its place in the sequence, and the number of iterations that began before it."""
+    """An op, its position in the sequence, and the number of iterations that began before it."""
 
     at: int
     op: Op
@@ -98,7 +98,7 @@ class LoggedOp(NamedTuple):
 UNFORESEEN = Op(
     hash63("unforeseen"), "computed a gradient in a backward that seemed to compute no gradient of a parameter"
 )
-ENDED = {kind: Op(hash63(f"ended {kind}"), "ended its forward") for kind in (TRAINING, EVALUATION)}
+ENDED = {mode: Op(hash63(f"ended {mode}"), "ended its forward") for mode in (TRAINING, EVALUATION)}
 IN_FORWARD = ("entered unit ", "ended its forward")  # ops of ranks that differ only in the units that a forward runs
 BACKWARD, UNREDUCED = "began a backward", " under no_sync()"
 ENDED_WITHOUT = "ended a backward that computed no gradient of a parameter"
@@ -106,9 +106,9 @@ BRINGS_NONE = ", which computes no gradient of a parameter"
 ISSUED = "gathered in its backward the units"
 
 
-def forward_in_words(kind: str) -> str:
-    """That a forward of this kind begins."""
-    return f"began {kind} forward"
+def forward_in_words(mode: str) -> str:
+    """That a forward in this mode begins."""
+    return f"began {mode} forward"
 
 
 def entered(index: int, unit: UnitEntry, gathered: str = "") -> Op:
@@ -130,11 +130,11 @@ def called(call: str, indices: Sequence[int], units: Sequence[UnitEntry]) -> Op:
 
 
 @functools.lru_cache(maxsize=PLANS)
-def opening(kind: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]) -> Op:
-    """A forward of this kind begins; `flags`: whether each parameter requires a gradient in it."""
+def opening(mode: str, unit: int, label: str, schedule: str, conditions: StepConditions, flags: tuple[bool, ...]) -> Op:
+    """A forward in this mode begins; `flags`: whether each parameter requires a gradient in it."""
     trained = f"{bits_of(flags):x}" if flags else ""
-    code = hash63(f"{kind} {unit} {schedule} {conditions} {trained}")
-    words = f"{forward_in_words(kind)} at unit {label}{_with(schedule)}"
+    code = hash63(f"{mode} {unit} {schedule} {conditions} {trained}")
+    words = f"{forward_in_words(mode)} at unit {label}{_with(schedule)}"
     return Op(code, words, f"{(1 << len(flags)) - 1:x}" if flags else "", trained, conditions)
 
 

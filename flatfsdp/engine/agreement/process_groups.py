@@ -157,11 +157,11 @@ def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
     Collective over these ranks when the group is created: once per process group and `count`, which divides its size.
     """
     first, like = axis.rank - axis.rank % count, axis.process_group
-    row = axis.ranks[first : first + count]
+    members = axis.ranks[first : first + count]
     backend = backend_for(like, device)
 
     def make() -> Any:
-        return new_group(row, "keeps parameters after forward", like=like, backend=backend)
+        return new_group(members, "keeps parameters after forward", like=like, backend=backend)
 
     return Axis.of(for_group(like, ("row", count, backend), make, usable=_exists), device)
 
@@ -259,14 +259,14 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
 def world_mesh() -> Any:
     """A 1-D mesh of all ranks, on the current accelerator if the default process group supports it, else on the CPU."""
     device = accelerator()
-    kind = device.type if device is not None and serves(dist.group.WORLD, device) else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    device_type = device.type if device is not None and serves(dist.group.WORLD, device) else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def mesh_over(plan: ProcessGroups, kind: str, ranks: Any, names: Any) -> Any:
-    """The mesh of `ranks` (nested lists) on devices of that `kind`, over the groups `plan.given`."""
+def mesh_over(plan: ProcessGroups, device_type: str, ranks: Any, names: Any) -> Any:
+    """The mesh of `ranks` (nested lists) on devices of that type, over the groups `plan.given`."""
     group = [*plan.given[::-1]] if isinstance(plan.given, tuple) else plan.given  # a mesh is (replicate, shard)
-    return DeviceMesh.from_group(group, kind, torch.tensor(ranks), mesh_dim_names=names)
+    return DeviceMesh.from_group(group, device_type, torch.tensor(ranks), mesh_dim_names=names)
 
 
 def given_ranks(plan: ProcessGroups) -> tuple[Any, ...]:

@@ -109,14 +109,14 @@ class RankExchange:
 
     def publish(self, text: str, codes: dict[int, int]) -> dict[tuple[int, ...], str]:
         """The texts of ranks whose codes differ, by groups of ranks with equal codes. Called on all ranks."""
-        notes, place = self.store, f"{self.scope}/x{self._exchanges}"
-        notes.post(f"{place}/{self.rank}", text)
+        notes, prefix = self.store, f"{self.scope}/x{self._exchanges}"
+        notes.post(f"{prefix}/{self.rank}", text)
         texts: dict[tuple[int, ...], str] = {}
         for ranks in ranks_by_value(dict(sorted(codes.items()))).values():
-            key = f"{place}/{ranks[0]}"
+            key = f"{prefix}/{ranks[0]}"
             found = notes.wait(functools.partial(notes.read, key), 10 * PERIOD)
             texts[tuple(ranks)] = found or NO_ANSWER
-        notes.let_all_read(place, len(self.ranks), READING)
+        notes.let_all_read(prefix, len(self.ranks), READING)
         return texts
 
     # -- the verdict -------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ lacked any, there is no bitmap. All ranks know when the first one follows:
 
 - In a model's first backward of a kind, ranks compare its last op in an exchange ([Note: agreement]), and whether any
   of them lacks gradients: then they reduce a bitmap, in this backward and in all later ones.
-- So they do once stand-ins take the places of batches, which all ranks know ([Note: uneven inputs]).
+- So they do once stand-ins replace batches, which all ranks know ([Note: uneven inputs]).
 - A rank that lacks some in a backward without a bitmap *asks*: it leaves its bits in the store, and the first one there
-  raises an alarm. The watchdogs of ranks past that place answer that these lack nothing, and from which place on they
-  look before they begin a backward: on accelerators they may be several backwards ahead. The main threads of ranks that
-  lack some answer with their bits. A rank that looks waits for all answers. Backwards that begin at the latest of these
-  places, or later, have a bitmap: no rank has begun one of them before it looked. The last rank that has looked erases
-  the answers.
+  raises an alarm. The watchdogs of ranks past that position answer that these lack nothing, and from which position on
+  they look before they begin a backward: on accelerators they may be several backwards ahead. The main threads of ranks
+  that lack some answer with their bits. A rank that looks waits for all answers. Backwards that begin at the latest of
+  these positions, or later, have a bitmap: no rank has begun one of them before it looked. The last rank that has
+  looked erases the answers.
 
 If the store is gone answers may be missing: those of ranks that lacked nothing and have ended their program. A rank
 that asks in the last backward needs no more than that. A further backward is refused, since this rank cannot know
@@ -54,8 +54,8 @@ class UnusedParams:
     Attributes:
         count: the number of parameters of the model.
         compares: whether backwards end with a bitmap.
-        asked: places at which a rank has asked, and whose answers this rank has to look at.
-        answered: places at which this rank has answered, or is about to.
+        asked: positions at which a rank has asked, and whose answers this rank has to look at.
+        answered: positions at which this rank has answered, or is about to.
     """
 
     def __init__(self, peers: RankExchange) -> None:
@@ -63,14 +63,14 @@ class UnusedParams:
         self.compares = False
         self._peers = peers
         self._ones: list[torch.Tensor] = []  # the bitmap of a rank that lacks nothing, for each axis
-        self._looks_from = 0  # no backward before this place of the sequence begins after an answer
+        self._looks_from = 0  # no backward before this position of the sequence begins after an answer
         self.asked: list[int] = []
         self.answered: set[int] = set()
-        self._from = math.inf  # the place from which on backwards have a bitmap
+        self._from = math.inf  # the position from which on backwards have a bitmap
         self._works: list[Work] = []  # of the last bitmap, of a rank that did not wait for it
 
     def begin(self, at: int) -> None:
-        """A backward begins, at this place of the sequence. Waits for the last bitmap.
+        """A backward begins, at this position of the sequence. Waits for the last bitmap.
 
         Raises:
             LostRankError: the store is gone, and with it the answers of other ranks.
@@ -118,11 +118,11 @@ class UnusedParams:
     # -- without a bitmap --------------------------------------------------------------------------------------------
 
     def reserve(self, at: int) -> None:
-        """This rank is about to ask about the backward that ends at this place, or to answer itself."""
+        """This rank is about to ask about the backward that ends at this position, or to answer itself."""
         self.answered.add(at)
 
     def ask(self, at: int, lacking: int) -> int:
-        """`lacked_by_all` of a backward without a bitmap, which has ended at this place. Waits for the answers."""
+        """`lacked_by_all` of a backward without a bitmap, which has ended at this position. Waits for the answers."""
         peers = self._peers
         with contextlib.suppress(StoreGone):
             answer(peers.store, peers.scope, at, peers.rank, lacking, self._looks_from)
@@ -153,8 +153,8 @@ class UnusedParams:
         self._from = min(self._from, max(looks_from for _, looks_from in answers.values()))
 
     def _answers(self, at: int) -> dict[int, tuple[int, int]]:
-        """For each rank the bits that it lacked in the backward at this place, and the place from which on it looks.
-        Waits for all ranks; some are missing if the store is gone."""
+        """For each rank the bits that it lacked in the backward at this position, and the position from which on it
+        looks. Waits for all ranks; some are missing if the store is gone."""
         peers = self._peers
         assert peers.watch is not None
         store, looks_at = peers.store, time.monotonic() + PERIOD
@@ -191,12 +191,13 @@ class UnusedParams:
 
 
 def answer(store: StoreClient, scope: str, at: int, rank: int, lacking: int, looks_from: int) -> None:
-    """Answer that `rank` is `lacking` these gradients in the backward of model `scope` that has ended at this place."""
+    """Answer that `rank` is `lacking` these gradients in the backward of model `scope` that has ended at this
+    position."""
     store.append(_key(scope, at), f"{rank}:{lacking:x}:{looks_from};")
 
 
 def left_at(scope: str, rank: int) -> str:
-    """The key of the place that `rank` had reached when its watch ended."""
+    """The key of the position that `rank` had reached when its watch ended."""
     return f"{scope}/unused/left/{rank}"
 
 
@@ -205,6 +206,6 @@ def _key(scope: str, at: int) -> str:
 
 
 def _answers_in(text: str) -> dict[int, tuple[int, int]]:
-    """(lacking bits, the place from which on it looks) of all answers in `text`, by rank. [Note: trust]"""
+    """(lacking bits, the position from which on it looks) of all answers in `text`, by rank. [Note: trust]"""
     found = (_ANSWER.fullmatch(each) for each in text.split(";"))
     return {int(each[1]): (int(each[2], 16), int(each[3])) for each in found if each is not None}

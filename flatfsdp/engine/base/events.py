@@ -1,6 +1,6 @@
 """The engine's trace, a bounded list of events for error messages, tests and profilers; and observers of a step.
 
-[Note: trace] An event is (kind, unit, phase). For one unit the kinds occur in this order: `gather` (all-gather issued),
+[Note: trace] An event is (name, unit, phase). For one unit they occur in this order: `gather` (all-gather issued),
 `gathered` (its result is in use), `forward`, `reshard`, `backward` (gradient computation of the unit begins), `grads`
 (its last expected gradient arrived), `reduce` (reduction issued), `step` (an optimizer in backward steps), `end` (of
 a backward, unit ""). Others are recorded where these happen: `upload` (parameters come from memory that this rank
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class Event(NamedTuple):
-    """One action of the engine: its kind, the unit's name and the phase in which it happened."""
+    """One action of the engine: its name, the unit's name and the phase in which it happened."""
 
-    kind: str
+    name: str
     unit: str
     phase: str
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.unit or ROOT} ({self.phase})"
+        return f"{self.name} {self.unit or ROOT} ({self.phase})"
 
 
 class EventLog:
@@ -46,9 +46,9 @@ class EventLog:
         self._listeners: list[Callable[[Event], None]] = []
         self.append = self._events.append  # takes the three parts of an event; `_notify` while there are listeners
 
-    def record(self, kind: str, unit: str, phase: str) -> None:
+    def record(self, name: str, unit: str, phase: str) -> None:
         """Append one event."""
-        self.append((kind, unit, phase))
+        self.append((name, unit, phase))
 
     def _notify(self, event: tuple[str, str, str]) -> None:
         self._events.append(event)

@@ -19,7 +19,7 @@ served_as = _backend.being  # a context in which this backend is assumed for all
 def backend_for(process_group: Any, device: torch.device) -> str | None:
     """The name of the backend of `process_group` that serves tensors on `device`; None if none is known to."""
     backends = str(dist.get_backend_config(process_group))  # "cpu:gloo,cuda:nccl" or "gloo"
-    return dict(part.split(":") for part in backends.split(",") if ":" in part).get(device.type)
+    return dict(each.split(":") for each in backends.split(",") if ":" in each).get(device.type)
 
 
 @dataclass(frozen=True)

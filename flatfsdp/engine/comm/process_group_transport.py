@@ -32,10 +32,10 @@ class ProcessGroupTransport:
 
     Attributes:
         casts_shards: whether `all_gather_base` takes a shard of another dtype and device than the output.
-        rests: whether `rest` does anything.
+        trims: whether `trim` does anything.
     """
 
-    casts_shards = rests = False
+    casts_shards = trims = False
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         self.group = group
@@ -118,7 +118,7 @@ class ProcessGroupTransport:
         """The settings of this process that must be the same on all ranks."""
         return {}
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Release memory that only collectives use, because none follows for a while. Not collective."""
 
     def _issue(

@@ -18,10 +18,10 @@ class TensorGroup(list[torch.Tensor]):
     @staticmethod
     def join(groups: Sequence[TensorGroup]) -> TensorGroup:
         """The tensors of all `groups` in one group; the same object as in the last call if `groups` are the same."""
-        first, *rest = groups
-        if not rest:
+        first, *others = groups
+        if not others:
             return first
         known = getattr(first, "_joined", None)
-        if known is None or len(known[0]) != len(rest) or not all(map(is_, known[0], rest)):
-            known = first._joined = rest, TensorGroup(chain(*groups))
+        if known is None or len(known[0]) != len(others) or not all(map(is_, known[0], others)):
+            known = first._joined = others, TensorGroup(chain(*groups))
         return known[1]

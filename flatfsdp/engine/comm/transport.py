@@ -86,8 +86,8 @@ class Exchanges:
 
     def transport(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> Transport:
         """A new transport for `group`, chosen by backend and world size."""
-        kind = SingleRank if group.process_group is None else self.by_backend.get(group.served_as, self.other)
-        made = kind(group, device, comm_stats=comm_stats, tracker=tracker)
+        cls = SingleRank if group.process_group is None else self.by_backend.get(group.served_as, self.other)
+        made = cls(group, device, comm_stats=comm_stats, tracker=tracker)
         return _double.value(made) if _double.value is not None else made
 
 

@@ -316,16 +316,16 @@ def _ignored(
     return ignored, params
 
 
-def _elements(argument: str, value: Any, kinds: tuple[type, ...], accepted: str) -> tuple[Any, ...]:
+def _elements(argument: str, value: Any, classes: tuple[type, ...], accepted: str) -> tuple[Any, ...]:
     if value is None:
         return ()
-    if isinstance(value, kinds):  # some modules, and all parameters, are iterable themselves
+    if isinstance(value, classes):  # some modules, and all parameters, are iterable themselves
         return (value,)
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         refuse_type(argument, value, f"None, or an iterable of {accepted}")
     elements = tuple(value)
     for position, element in enumerate(elements):
-        if not isinstance(element, kinds):
+        if not isinstance(element, classes):
             hint = "Pass the objects themselves, not their names." if isinstance(element, str) else ""
             refuse_type(f"{argument}[{position}]", element, accepted, hint=hint)
     return elements
@@ -426,30 +426,30 @@ _ConfigT = TypeVar("_ConfigT")
 
 
 def member(
-    argument: str, value: Any, kind: type[_EnumT], *, suffix: str = "", is_optional: bool = True
+    argument: str, value: Any, cls: type[_EnumT], *, suffix: str = "", is_optional: bool = True
 ) -> _EnumT | None:
-    """``value`` as a member of ``kind``: a member, its name in upper or lower case, or torch's member of the same name.
+    """``value`` as a member of ``cls``: a member, its name in upper or lower case, or torch's member of the same name.
 
     ``suffix`` may be omitted from names. ``is_optional``: None is accepted, and returned."""
-    if isinstance(value, kind) or (value is None and is_optional):
+    if isinstance(value, cls) or (value is None and is_optional):
         return value
-    names = list(kind.__members__)
-    accepted = f"{'None, ' if is_optional else ''}a {kind.__name__}, or its name ({', '.join(names)})"
-    if isinstance(value, Enum) and type(value).__name__ == kind.__name__:
+    names = list(cls.__members__)
+    accepted = f"{'None, ' if is_optional else ''}a {cls.__name__}, or its name ({', '.join(names)})"
+    if isinstance(value, Enum) and type(value).__name__ == cls.__name__:
         value = value.name
     if not isinstance(value, str):
         refuse_type(argument, value, accepted)
     for name in names:
         if value.upper().lstrip("_") in (name.lstrip("_"), name.removesuffix(suffix)):
-            return kind[name]
+            return cls[name]
     refuse_value(argument, value, accepted, hint=did_you_mean(value.upper(), names))
 
 
-def own(value: Any, kind: type[_ConfigT]) -> _ConfigT | None:
-    """``value`` as an instance of ``kind``; torch's config of that name is converted; None for other values."""
-    if isinstance(value, kind):
+def own(value: Any, cls: type[_ConfigT]) -> _ConfigT | None:
+    """``value`` as an instance of ``cls``; torch's config of that name is converted; None for other values."""
+    if isinstance(value, cls):
         return value
-    if isinstance(value, type) or type(value).__name__ != kind.__name__:
+    if isinstance(value, type) or type(value).__name__ != cls.__name__:
         return None
-    names = [each.name for each in fields(cast(Any, kind)) if hasattr(value, each.name)]
-    return kind(**{name: getattr(value, name) for name in names})
+    names = [each.name for each in fields(cast(Any, cls)) if hasattr(value, each.name)]
+    return cls(**{name: getattr(value, name) for name in names})

@@ -59,14 +59,14 @@ class _Checked:
     _carriers: ClassVar[tuple[str, ...]] = SHARDED_AS  # the accepted values of `sharded_as`, if there is one
 
     def __post_init__(self) -> None:
-        kind = type(self).__name__
+        name = type(self).__name__
         for each in fields(self):
             if isinstance(each.default, bool):
-                check_bool(f"{kind}.{each.name}", getattr(self, each.name))
+                check_bool(f"{name}.{each.name}", getattr(self, each.name))
         if getattr(self, "_use_dtensor", False):
             self.sharded_as = "dtensor"
         if hasattr(self, "sharded_as") and self.sharded_as not in self._carriers:
-            refuse_value(f"{kind}.sharded_as", self.sharded_as, " or ".join(map(repr, self._carriers)))
+            refuse_value(f"{name}.sharded_as", self.sharded_as, " or ".join(map(repr, self._carriers)))
 
 
 @dataclass
@@ -169,14 +169,14 @@ def settings(state_dict_type: Any, config: Any = None, optim_config: Any = None)
     """
     chosen = member("state_dict_type", state_dict_type, StateDictType, suffix="_STATE_DICT", is_optional=False)
     assert chosen is not None
-    kinds = _CONFIGS[chosen]
+    classes = _CONFIGS[chosen]
     return StateDictSettings(
         chosen,
-        _config("state_dict_config", config, kinds[0]),
-        _config("optim_state_dict_config", optim_config, kinds[1]),
+        _config("state_dict_config", config, classes[0]),
+        _config("optim_state_dict_config", optim_config, classes[1]),
     )
 
 
-def _config(argument: str, value: Any, kind: type[Any]) -> Any:
-    accepted = f"None, or a {kind.__name__}, the class for that state_dict_type"
-    return kind() if value is None else own(value, kind) or refuse_type(argument, value, accepted)
+def _config(argument: str, value: Any, cls: type[Any]) -> Any:
+    accepted = f"None, or a {cls.__name__}, the class for that state_dict_type"
+    return cls() if value is None else own(value, cls) or refuse_type(argument, value, accepted)

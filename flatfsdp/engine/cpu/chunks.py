@@ -1,12 +1,12 @@
 """The protocol of exchanges through outboxes: when a rank may write and read chunks. It does not touch the memory.
 
 [Note: outbox] Each rank has an *outbox*: memory that only it writes and all its peers read. A collective passes through
-it in *chunks*. Ranks issue the same collectives in the same order, so chunks have the same numbers, sizes and places on
-all of them, and ranks only need to exchange two counters: the number of chunks that a rank has *posted* (completely
+it in *chunks*. Ranks issue the same collectives in the same order, so chunks have the same numbers, sizes and offsets
+on all of them, and ranks only need to exchange two counters: the number of chunks that a rank has *posted* (completely
 written) and *taken* (completely read, from every peer).
 
 - A chunk can be taken when every peer has posted it.
-- A chunk can be posted when every peer has taken the chunks that were in its place: unread data are not overwritten.
+- A chunk can be posted when every peer has taken the chunks that had its bytes: unread data are not overwritten.
 - Both happen in the order of numbers, while this rank waits for any collective of any group ([Note: progress]). So a
   rank's wait depends on the collectives that others have issued, and not on their waits.
 
@@ -32,7 +32,7 @@ class Chunk(NamedTuple, Generic[T]):
         number: in the order of all chunks of the group.
         operation: the operation that writes and reads it.
         start, end: its range of elements of each piece.
-        place: its offset in the outbox, in bytes; size: its bytes there.
+        offset: where it begins in the outbox, in bytes; size: its bytes there.
         posted_after: the number of chunks that this rank must have taken before it can post this one.
         is_last: whether it is the last one of its operation.
     """
@@ -41,7 +41,7 @@ class Chunk(NamedTuple, Generic[T]):
     operation: T
     start: int
     end: int
-    place: int
+    offset: int
     size: int
     posted_after: int
     is_last: bool
@@ -66,7 +66,7 @@ class ChunkStream(Generic[T]):
     def __init__(self, capacity: int) -> None:
         """`capacity`: bytes of each rank's outbox."""
         self._capacity = capacity
-        self._next_place = self._next_number = 0
+        self._next_offset = self._next_number = 0
         self._to_post: deque[Chunk[T]] = deque()
         self._to_take: deque[Chunk[T]] = deque()
         self._in_outbox: deque[tuple[int, int, int]] = deque()  # number, start, end of chunks not taken by all
@@ -85,11 +85,11 @@ class ChunkStream(Generic[T]):
 
     def _chunk(self, operation: T, start: int, end: int, bytes_each: int, after: int, *, is_last: bool) -> Chunk[T]:
         size = -(-(end - start) * bytes_each // ALIGNMENT) * ALIGNMENT
-        place = self._next_place if self._next_place + size <= self._capacity else 0
-        self._next_place = place + size
+        offset = self._next_offset if self._next_offset + size <= self._capacity else 0
+        self._next_offset = offset + size
         number = self._next_number
         self._next_number += 1
-        return Chunk(number, operation, start, end, place, size, after, is_last)
+        return Chunk(number, operation, start, end, offset, size, after, is_last)
 
     def forget(self) -> None:
         """Drop all chunks that are yet to be posted or taken. Their operations never complete."""
@@ -97,9 +97,9 @@ class ChunkStream(Generic[T]):
         self._to_take.clear()
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The number of the next chunk, and where it begins in the outbox, if it fits there."""
-        return self._next_number, self._next_place
+        return self._next_number, self._next_offset
 
     @property
     def has_work(self) -> bool:
@@ -125,14 +125,14 @@ class ChunkStream(Generic[T]):
             if len(old) == IN_FLIGHT:
                 return None
             for _, start, end in old:
-                if start < chunk.place + chunk.size and chunk.place < end:
+                if start < chunk.offset + chunk.size and chunk.offset < end:
                     return None
         return chunk
 
     def was_posted(self) -> None:
         """Count the chunk returned by `to_post`, which is now in the outbox."""
         chunk = self._to_post.popleft()
-        self._in_outbox.append((chunk.number, chunk.place, chunk.place + chunk.size))  # without its operation
+        self._in_outbox.append((chunk.number, chunk.offset, chunk.offset + chunk.size))  # without its operation
         self.posted += 1
 
     def to_take(self, posted_by_peers: Sequence[int]) -> Chunk[T] | None:

@@ -16,7 +16,7 @@ import torch
 from ..comm.comm_stats import CommStats
 from ..device.memory import MemoryTracker
 from ..device.streams import PendingWork
-from ..transports.pieces import Row
+from ..transports.pieces import RankPieces
 from .chunks import longest_chunk
 from .exchange import SharedMemory, SharedWork
 from .operations import Operation
@@ -53,33 +53,33 @@ class SharedMemoryExchange:
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
-        """All-gather every rank's `shards`, of any dtype and device, into its row. [Note: rows]"""
-        rows[self._shared.rank].fill(shards)
-        return self._under_way(self._shared.gather(rows, just_filled=True))
+    def gather(self, of_ranks: Sequence[RankPieces], shards: Sequence[torch.Tensor]) -> PendingWork:
+        """All-gather every rank's `shards`, of any dtype and device, into its pieces. [Note: pieces of ranks]"""
+        of_ranks[self._shared.rank].fill(shards)
+        return self._under_way(self._shared.gather(of_ranks, just_filled=True))
 
-    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
-        """The sum over ranks of this rank's row, in rank order, into `output`. [Note: in waits]"""
-        operation = self._shared.sum_rows(output, rows)
-        return self._under_way(operation, advances_in_waits=_is_large(rows))
+    def reduce_scatter(self, output: RankPieces, of_ranks: Sequence[RankPieces]) -> PendingWork:
+        """The sum over ranks of this rank's pieces, in rank order, into `output`. [Note: in waits]"""
+        operation = self._shared.sum_pieces(output, of_ranks)
+        return self._under_way(operation, advances_in_waits=_is_large(of_ranks))
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         """The sum over ranks, in rank order, in place: each rank sums a piece, and the sums are gathered."""
         shared = self._shared
-        rows = [Row([piece]) for piece in tensor.view(-1).tensor_split(shared.world)]
+        of_ranks = [RankPieces([piece]) for piece in tensor.view(-1).tensor_split(shared.world)]
         free = _hold_scratch(tensor, shared.rank, shared.world, shared.capacity, self._tracker)
-        shared.sum_rows(rows[shared.rank], rows)
+        shared.sum_pieces(of_ranks[shared.rank], of_ranks)
         self._comm_stats.issued += 1
-        last = shared.gather(rows, depends=True)
+        last = shared.gather(of_ranks, depends=True)
         return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         """Send the rows of `sent`, uint8, one to each other rank in rank order, and receive theirs into `arrived`."""
         return self._under_way(self._shared.all_to_all(arrived, sent))
 
-    def rest(self) -> None:
-        """Give the outbox's pages back soon, because no collective follows for a while. [Note: at rest]"""
-        self._shared.rest_soon()
+    def trim(self) -> None:
+        """Give the outbox's pages back soon, because no collective follows for a while. [Note: trimming]"""
+        self._shared.trim_soon()
 
     def _under_way(self, operation: Operation, *, advances_in_waits: bool = False) -> PendingWork:
         # The operation keeps its tensors alive.
@@ -95,16 +95,16 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         self._tracker = tracker
         self._comm_stats = comm_stats
 
-    def gather(self, rows: Sequence[Row], shards: Sequence[torch.Tensor]) -> PendingWork:
+    def gather(self, of_ranks: Sequence[RankPieces], shards: Sequence[torch.Tensor]) -> PendingWork:
         return PendingWork(keep=tuple(shards))
 
-    def reduce_scatter(self, output: Row, rows: Sequence[Row]) -> PendingWork:
-        return PendingWork(keep=tuple(output.pieces), advances_in_waits=_is_large(rows))
+    def reduce_scatter(self, output: RankPieces, of_ranks: Sequence[RankPieces]) -> PendingWork:
+        return PendingWork(keep=tuple(output.pieces), advances_in_waits=_is_large(of_ranks))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         return PendingWork(keep=(arrived, sent))
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         return
 
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
@@ -112,8 +112,8 @@ class SimulatedSharedMemory(SharedMemoryExchange):
         return PendingWork(finish=_hold_scratch(tensor, self._rank, self._world, self._capacity, self._tracker))
 
 
-def _is_large(rows: Sequence[Row]) -> bool:
-    return is_waited_for_early((len(rows) - 1) * rows[0].nbytes)
+def _is_large(of_ranks: Sequence[RankPieces]) -> bool:
+    return is_waited_for_early((len(of_ranks) - 1) * of_ranks[0].nbytes)
 
 
 def _hold_scratch(

@@ -7,16 +7,17 @@ complete each other's. If a rank neither issues nor waits for a while, a thread 
 [Note: looks] Waking a sleeping rank takes longer than most waits last. So a rank that has a processor to itself polls
 for longer before it sleeps. If ranks share processors, it sleeps sooner: a peer may need this one.
 
-[Note: at rest] An outbox has pages up to the highest byte that chunks have used. An outbox without work for
-`REST` gives its pages back, and takes them again for the next chunks: together less than a hundredth of that
-time. Before a time without collectives the engine calls `rest_soon`: if the backward gathers nothing, a step's memory
+[Note: trimming] An outbox has pages up to the highest byte that chunks have used. An outbox without work for
+`TRIM_AFTER` gives its pages back, and takes them again for the next chunks: together less than a hundredth of that
+time. Before a time without collectives the engine calls `trim_soon`: if the backward gathers nothing, a step's memory
 peaks when the backward begins, and should not include outboxes. `retain_host_memory()` retains the pages, too.
 
 [Note: attendant] A rank advances its exchanges while it waits ([Note: progress]). A rank that does not reach a wait
 (its batch is larger, it caught an exception, it writes a file) would hold up the collectives that it has issued; with
 gloo, threads would complete them. So this thread advances exchanges that have had no progress for `PERIOD`. Usually
 there are none, and each check takes time of a processor from the computation: so the interval doubles, up to `SLOWEST`
-periods, until there is something to do. Exchanges without work for `REST`, or that are to rest soon, give back memory.
+periods, until there is something to do. Exchanges without work for `TRIM_AFTER`, or that are to be trimmed soon, give
+back memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 from ...errors import UsageError
 from ..base import _torch
-from ..transports.pieces import Row
+from ..transports.pieces import RankPieces
 from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, ChunkStream
 from .malloc import retains_host_memory
@@ -51,7 +52,7 @@ _NAP = 0.1  # seconds between two checks whether a peer has ended
 # Of the thread that advances exchanges:
 PERIOD = 0.005  # seconds
 SLOWEST = 8  # periods between two checks, at most
-REST = 0.2  # seconds
+TRIM_AFTER = 0.2  # seconds
 LONG_AGO = float("-inf")
 
 
@@ -100,21 +101,21 @@ class SharedMemory:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def gather(self, rows: Sequence[Row], *, depends: bool = False, just_filled: bool = False) -> Operation:
-        """All-gather into `rows`, of which this rank's is filled. The first row is the longest.
+    def gather(self, of_ranks: Sequence[RankPieces], *, depends: bool = False, just_filled: bool = False) -> Operation:
+        """All-gather into the pieces `of_ranks`, of which this rank's are filled. The first rank's are the longest.
 
-        `just_filled`: the sources from which this rank's row was filled are unchanged.
+        `just_filled`: the sources from which this rank's pieces were filled are unchanged.
         """
-        made = Gather(rows, self.rank, just_filled=just_filled)
+        made = Gather(of_ranks, self.rank, just_filled=just_filled)
         with self._lock:
-            self._issue(made, rows[0].numel, bytes_each=rows[0].dtype.itemsize, depends=depends)
+            self._issue(made, of_ranks[0].numel, bytes_each=of_ranks[0].dtype.itemsize, depends=depends)
             made.just_filled = False  # from now on the sources may change
         return made
 
-    def sum_rows(self, output: Row, rows: Sequence[Row]) -> Operation:
-        """The sum over ranks of this rank's row, in rank order, into `output`. The first row is the longest."""
-        each = rows[0].dtype.itemsize * (self.world - 1)
-        return self._issue(Sum(output, rows, self.rank), rows[0].numel, bytes_each=each)
+    def sum_pieces(self, output: RankPieces, of_ranks: Sequence[RankPieces]) -> Operation:
+        """The sum over ranks of this rank's pieces, in rank order, into `output`. The first rank's are the longest."""
+        each = of_ranks[0].dtype.itemsize * (self.world - 1)
+        return self._issue(Sum(output, of_ranks, self.rank), of_ranks[0].numel, bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
         """Send the rows of `sent`, uint8, one to each other rank, and receive theirs into `arrived`."""
@@ -131,9 +132,9 @@ class SharedMemory:
         return operation
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The place of this rank's stream, the same on all ranks that have issued the same collectives."""
-        return self._stream.place
+    def position(self) -> tuple[int, int]:
+        """The position of this rank's stream, the same on all ranks that have issued the same collectives."""
+        return self._stream.position
 
     @property
     def has_work(self) -> bool:
@@ -178,7 +179,7 @@ class SharedMemory:
         stream, words = self._stream, self._their_words
         if (chunk := stream.to_post([each[_TAKEN] for each in words])) is not None:
             self._in_a_chunk = True
-            if (end := CONTROL + chunk.place + chunk.size) > self._segment.held:
+            if (end := CONTROL + chunk.offset + chunk.size) > self._segment.held:
                 self._take_pages(end)
             chunk.operation.post(chunk, self._mine.bytes)
             stream.was_posted()
@@ -194,9 +195,9 @@ class SharedMemory:
         self._in_a_chunk = False
         return True
 
-    def rest(self) -> bool:
+    def trim(self) -> bool:
         """Give the outbox's pages back, unless a peer has yet to read from it; returns whether there is no more to do.
-        [Note: at rest]"""
+        [Note: trimming]"""
         with self._lock:
             if not (self._segment.held == CONTROL or self._broken or self._lost or retains_host_memory()):
                 if not self._stream.is_drained([each[_TAKEN] for each in self._their_words]):
@@ -206,10 +207,10 @@ class SharedMemory:
                 self.worked_at = time.monotonic()
             return True
 
-    def rest_soon(self) -> None:
-        """`rest` now, or as soon as the peers have read the outbox, because no collective follows for a while."""
+    def trim_soon(self) -> None:
+        """`trim` now, or as soon as the peers have read the outbox, because no collective follows for a while."""
         with self._lock:
-            if not self._stream.has_work and not self.rest():
+            if not self._stream.has_work and not self.trim():
                 self.worked_at = LONG_AGO
                 _attendant.begin(soon=True)
 
@@ -289,7 +290,7 @@ class Attendant:
         self._thread: threading.Thread | None = None
 
     def begin(self, *, soon: bool = False) -> None:
-        """Wake the thread: a collective is in flight, or (`soon`) an exchange is to rest as soon as possible."""
+        """Wake the thread: a collective is in flight, or (`soon`) an exchange is to be trimmed as soon as possible."""
         if not self._wanted.is_set():
             self._wanted.set()
         if soon:
@@ -321,14 +322,16 @@ class Attendant:
                         self._wanted.set()
 
     def _is_idle(self) -> bool:
-        """Let exchanges rest that had no work for `REST`; returns whether nothing is in flight and all are at rest."""
+        """Trim exchanges that had no work for `TRIM_AFTER`; returns whether nothing is in flight and all are
+        trimmed."""
         attended = list(self._attended())
         idle = [each for each in attended if not each.has_work]
-        rest = [time.monotonic() - each.worked_at > REST and each.rest() for each in idle]
-        return len(idle) == len(attended) and all(rest)
+        trimmed = [time.monotonic() - each.worked_at > TRIM_AFTER and each.trim() for each in idle]
+        return len(idle) == len(attended) and all(trimmed)
 
     def _work(self) -> bool:
-        """Advance exchanges without progress for `PERIOD`; returns whether any advanced, or one is to rest soon."""
+        """Advance exchanges without progress for `PERIOD`; returns whether any advanced, or one is to be trimmed
+        soon."""
         attended = list(self._attended())
         moved = any(each.worked_at == LONG_AGO for each in attended)
         for each in attended:

@@ -34,7 +34,7 @@ from ..comm.comm_stats import CommStats
 from ..comm.process_group_transport import Several, as_bytes, copy, copy_apart
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
-from ..transports.pieces import Row, add_up, cut, rows_of
+from ..transports.pieces import RankPieces, add_up, cut, pieces_of_ranks
 from ..transports.staged import StagedTransport, TensorList
 from .collectives import SharedMemoryExchange, SimulatedSharedMemory, waits_early_if_large
 from .groups import capacity_of, of_group, would_share
@@ -49,7 +49,7 @@ class DeterministicGloo(StagedTransport):
     """gloo: reductions sum in rank order, and tensors on the CPU are exchanged through shared memory if the ranks have
     it."""
 
-    rests = True
+    trims = True
 
     def __init__(self, group: Axis, device: Device, *, comm_stats: CommStats, tracker: MemoryTracker) -> None:
         super().__init__(group, device, comm_stats=comm_stats, tracker=tracker)
@@ -63,7 +63,7 @@ class DeterministicGloo(StagedTransport):
             return self._gather_in_place(output, shard, stream)
         if shared is None:
             return super().all_gather_base(output, shard, stream)
-        return self._gather_by(shared, rows_of([output], self.group.size), [shard], stream)
+        return self._gather_by(shared, pieces_of_ranks([output], self.group.size), [shard], stream)
 
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
@@ -72,14 +72,14 @@ class DeterministicGloo(StagedTransport):
         shared = self._shared_memory(listed)
         if shared is None:
             return super().all_gather_coalesced(outputs, shards, stream)
-        return self._gather_by(shared, listed.rows, shards, stream)
+        return self._gather_by(shared, listed.of_ranks, shards, stream)
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         shared = self._shared_memory(full)
         if shared is None:
             self.comm_stats.log("reduce_scatter", full.nbytes)
             return self._exchange(stream, lambda: self._all_to_all.reduce_scatter(output, full), full, output)
-        return self._reduce_by(shared, Row([output]), rows_of([full], self.group.size), stream)
+        return self._reduce_by(shared, RankPieces([output]), pieces_of_ranks([full], self.group.size), stream)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
@@ -88,7 +88,7 @@ class DeterministicGloo(StagedTransport):
         shared = self._shared_memory(listed)
         if shared is None:
             return super().reduce_scatter_coalesced(output, fulls, stream)
-        return self._reduce_by(shared, listed.rows[0].of(output), listed.rows, stream)
+        return self._reduce_by(shared, listed.of_ranks[0].of(output), listed.of_ranks, stream)
 
     def _gathers_in_place(self, output: torch.Tensor) -> bool:
         is_large = output.nbytes >= LARGE and self.group.size <= MOST_RANKS
@@ -111,15 +111,21 @@ class DeterministicGloo(StagedTransport):
         return self._exchange(stream, start, output, shard)
 
     def _gather_by(
-        self, shared: SharedMemoryExchange, rows: Sequence[Row], shards: Sequence[torch.Tensor], stream: Stream
+        self,
+        shared: SharedMemoryExchange,
+        of_ranks: Sequence[RankPieces],
+        shards: Sequence[torch.Tensor],
+        stream: Stream,
     ) -> PendingWork:
-        self.comm_stats.log("all_gather", self.group.size * rows[0].nbytes)
-        return self._exchange(stream, lambda: shared.gather(rows, shards), *shards)
+        self.comm_stats.log("all_gather", self.group.size * of_ranks[0].nbytes)
+        return self._exchange(stream, lambda: shared.gather(of_ranks, shards), *shards)
 
-    def _reduce_by(self, shared: SharedMemoryExchange, output: Row, rows: Sequence[Row], stream: Stream) -> PendingWork:
-        self.comm_stats.log("reduce_scatter", self.group.size * rows[0].nbytes)
+    def _reduce_by(
+        self, shared: SharedMemoryExchange, output: RankPieces, of_ranks: Sequence[RankPieces], stream: Stream
+    ) -> PendingWork:
+        self.comm_stats.log("reduce_scatter", self.group.size * of_ranks[0].nbytes)
         keep = output.pieces if output.memory is None else [output.memory]
-        return self._exchange(stream, lambda: shared.reduce_scatter(output, rows), *keep)
+        return self._exchange(stream, lambda: shared.reduce_scatter(output, of_ranks), *keep)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         self.comm_stats.log("all_reduce", tensor.nbytes)
@@ -136,9 +142,9 @@ class DeterministicGloo(StagedTransport):
     def settings(self) -> dict[str, str]:
         return {"share_host_memory, early_waits": str(waits_early_if_large())}
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         if (shared := self.__dict__.get("_in_memory")) is not None:  # without creating it
-            shared.rest()
+            shared.trim()
 
     def _shared_memory(self, of: torch.Tensor | TensorList) -> SharedMemoryExchange | None:
         return self._in_memory if of.device.type == "cpu" and of.nbytes else None
@@ -290,11 +296,11 @@ def _states() -> Iterator[str]:
     """The states of gloo's worker threads, in Linux's letters; none on other systems."""
     for task in Path("/proc/self/task").glob("*"):
         try:
-            _, name, rest = (task / "stat").read_text().replace(")", "(").split("(", 2)
+            _, name, fields = (task / "stat").read_text().replace(")", "(").split("(", 2)
         except (OSError, ValueError):  # the thread has just ended, or its name has parentheses
             continue
         if name == WORKER:
-            yield rest.split()[0]
+            yield fields.split()[0]
 
 
 @functools.cache

@@ -126,8 +126,8 @@ def shares(process_group: Any) -> bool | None:
 def issued_in(process_group: Any) -> str:
     """The chunks that this rank has issued through the shared memory of `process_group`, in words; "" if it has none.
     Not collective."""
-    place = known_for_group(process_group, _KEY, lambda shared: shared and shared.place)
-    return f"{place[0]} chunks up to byte {place[1]} in group {process_group.group_name}" if place else ""
+    position = known_for_group(process_group, _KEY, lambda shared: shared and shared.position)
+    return f"{position[0]} chunks up to byte {position[1]} in group {process_group.group_name}" if position else ""
 
 
 def would_share(process_group: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ..base import _torch
-from ..transports.pieces import Row, add_up, cut
+from ..transports.pieces import RankPieces, add_up, cut
 from .chunks import Chunk
 
 
@@ -29,56 +29,56 @@ class Operation(Protocol):
 
 
 class Gather(Operation):
-    """An all-gather into the rows of all ranks, of which this rank's is filled. [Note: rows]
+    """An all-gather into the pieces of all ranks, of which this rank's are filled. [Note: pieces of ranks]
 
     Attributes:
-        just_filled: whether this rank's row was just filled, and its sources are unchanged since.
+        just_filled: whether this rank's pieces were just filled, and their sources are unchanged since.
     """
 
-    def __init__(self, rows: Sequence[Row], rank: int, *, just_filled: bool) -> None:
-        self._rows, self._rank, self.just_filled = rows, rank, just_filled
+    def __init__(self, of_ranks: Sequence[RankPieces], rank: int, *, just_filled: bool) -> None:
+        self._of_ranks, self._rank, self.just_filled = of_ranks, rank, just_filled
         self.done = False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        row = self._rows[self._rank]
-        copy = row.copy_given_to if self.just_filled else row.copy_to
-        copy(_place(outbox, chunk.place, row, chunk), chunk.start)
+        pieces = self._of_ranks[self._rank]
+        copy = pieces.copy_given_to if self.just_filled else pieces.copy_to
+        copy(_view(outbox, chunk.offset, pieces, chunk), chunk.start)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        for row, outbox in zip(self._rows, outboxes, strict=True):
+        for pieces, outbox in zip(self._of_ranks, outboxes, strict=True):
             if outbox is not None:
-                row.copy_from(_place(outbox, chunk.place, row, chunk), chunk.start)
+                pieces.copy_from(_view(outbox, chunk.offset, pieces, chunk), chunk.start)
 
 
 class Sum(Operation):
-    """The sum over ranks of this rank's row, in rank order, into `output`, which may be that row itself."""
+    """The sum over ranks of this rank's pieces, in rank order, into `output`, which may be those pieces themselves."""
 
-    def __init__(self, output: Row, rows: Sequence[Row], rank: int) -> None:
-        self._output, self._rows, self._rank = output, rows, rank
+    def __init__(self, output: RankPieces, of_ranks: Sequence[RankPieces], rank: int) -> None:
+        self._output, self._of_ranks, self._rank = output, of_ranks, rank
         self.done = False
 
     def _begin(self, chunk: Chunk[Operation], reader: int, writer: int) -> int:
         """The offset of the piece for `reader` in the outbox of `writer`, which has one for each other rank."""
         each = (chunk.end - chunk.start) * self._output.dtype.itemsize
-        return chunk.place + each * (reader if reader < writer else reader - 1)
+        return chunk.offset + each * (reader if reader < writer else reader - 1)
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        for peer, row in enumerate(self._rows):
+        for peer, pieces in enumerate(self._of_ranks):
             if peer != self._rank:
-                row.copy_to(_place(outbox, self._begin(chunk, peer, self._rank), row, chunk), chunk.start)
+                pieces.copy_to(_view(outbox, self._begin(chunk, peer, self._rank), pieces, chunk), chunk.start)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        own, output, rank = self._rows[self._rank], self._output, self._rank
+        own, output, rank = self._of_ranks[self._rank], self._output, self._rank
         arrived = [
-            None if outbox is None else _place(outbox, self._begin(chunk, rank, writer), own, chunk)
+            None if outbox is None else _view(outbox, self._begin(chunk, rank, writer), own, chunk)
             for writer, outbox in enumerate(outboxes)
         ]
         if output.memory is not None and own.scattered is not None and chunk.is_all_of(own.numel):
             _add_scattered(output.memory, arrived, own, rank)
             return
-        parts, total = (row.within(chunk.start, chunk.end) for row in (own, output))
-        of_ranks = [parts if each is None else cut(each, parts) for each in arrived]
-        for one, *terms in zip(total, *of_ranks, strict=True):
+        slices, total = (pieces.within(chunk.start, chunk.end) for pieces in (own, output))
+        terms_of = [slices if each is None else cut(each, slices) for each in arrived]
+        for one, *terms in zip(total, *terms_of, strict=True):
             add_up(one, terms, rank)
 
 
@@ -90,25 +90,25 @@ class AllToAll(Operation):
         self.done = False
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        part = self._sent[:, chunk.start : chunk.end]
-        outbox[chunk.place : chunk.place + part.numel()].view(part.shape).copy_(part)
+        sent = self._sent[:, chunk.start : chunk.end]
+        outbox[chunk.offset : chunk.offset + sent.numel()].view(sent.shape).copy_(sent)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
         length = chunk.end - chunk.start
         for row, (writer, outbox) in enumerate((r, box) for r, box in enumerate(outboxes) if box is not None):
-            begin = chunk.place + length * (self._rank if self._rank < writer else self._rank - 1)
+            begin = chunk.offset + length * (self._rank if self._rank < writer else self._rank - 1)
             self._arrived[row, chunk.start : chunk.end].copy_(outbox[begin : begin + length])
 
 
-def _place(outbox: torch.Tensor, begin: int, row: Row, chunk: Chunk[Operation]) -> torch.Tensor:
-    """The view of an outbox, from byte `begin` on, for the elements of `row` in `chunk`; `row` may end earlier."""
-    numel = max(0, min(chunk.end, row.numel) - chunk.start)
-    return outbox[begin : begin + numel * row.dtype.itemsize].view(row.dtype)
+def _view(outbox: torch.Tensor, begin: int, pieces: RankPieces, chunk: Chunk[Operation]) -> torch.Tensor:
+    """The view of an outbox, from byte `begin` on, for the elements of `pieces` in `chunk`; these may end earlier."""
+    numel = max(0, min(chunk.end, pieces.numel) - chunk.start)
+    return outbox[begin : begin + numel * pieces.dtype.itemsize].view(pieces.dtype)
 
 
-def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], own: Row, rank: int) -> None:
-    """Write the sum of the `arrived` rows and of this rank's `own` row, in rank order, to `total`."""
-    before, after = ([each for each in part if each is not None] for part in (arrived[:rank], arrived[rank + 1 :]))
+def _add_scattered(total: torch.Tensor, arrived: Sequence[torch.Tensor | None], own: RankPieces, rank: int) -> None:
+    """Write the sum of the `arrived` pieces and of this rank's `own`, in rank order, to `total`."""
+    before, after = ([each for each in those if each is not None] for those in (arrived[:rank], arrived[rank + 1 :]))
     if rank < 2:
         own.copy_to(total, 0)
         add_up(total, [*before, total, *after], rank)

@@ -150,8 +150,8 @@ def _all_gather(process_group: Any, payload: bytes, reason: str) -> list[tuple[b
     received = torch.empty(process_group.size() * len(own), dtype=torch.uint8)
     with blocked():
         _torch.FlatCollectives(process_group, beside=False).gather(received, sent).wait()
-    rows = [bytes(row.tolist()) for row in received.view(process_group.size(), -1)]
-    return [(row[: len(payload)], row[len(payload) :].rstrip(b"\0").decode(errors="replace")) for row in rows]
+    messages = [bytes(each.tolist()) for each in received.view(process_group.size(), -1)]
+    return [(each[: len(payload)], each[len(payload) :].rstrip(b"\0").decode(errors="replace")) for each in messages]
 
 
 def _first_reason(answers: list[tuple[bytes, str]]) -> str:

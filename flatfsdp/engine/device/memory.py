@@ -32,9 +32,9 @@ from .streams import Device, Stream
 
 
 class MemoryTracker:
-    """Exact live bytes by kind, and their peaks.
+    """Exact live bytes by category, and their peaks.
 
-    Kinds: `shard`, `unsharded`, `post_forward_shard`, `arrived` (large gradients as computed, before wider slots are
+    Namely `shard`, `unsharded`, `post_forward_shard`, `arrived` (large gradients as computed, before wider slots are
     allocated), `slots` (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units),
     `quantized` (encoded parameters and gradients), `residual` (quantization errors), `reduced` (gradient shards before
     they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of persistent parameters).
@@ -48,41 +48,41 @@ class MemoryTracker:
         self.advise, self.advised_from = advise, advised_from
         self.live: dict[str, int] = defaultdict(int)
         self._peaks: dict[str, int] = defaultdict(int)
-        self.total = self.peak_total = 0  # live bytes of all kinds
+        self.total = self.peak_total = 0  # live bytes of all categories
         self.at_peak: dict[str, int] = {}  # `live` when the total was at its peak
 
-    def add(self, kind: str, count: int) -> None:
-        """Count `count` bytes of `kind` as allocated."""
-        live = self.live[kind] = self.live[kind] + count
+    def add(self, category: str, count: int) -> None:
+        """Count `count` bytes of `category` as allocated."""
+        live = self.live[category] = self.live[category] + count
         self.total += count
-        if live > self._peaks[kind]:
-            self._peaks[kind] = live
+        if live > self._peaks[category]:
+            self._peaks[category] = live
         if self.total > self.peak_total:
             self.peak_total = self.total
             self.at_peak = dict(self.live)
 
-    def remove(self, kind: str, count: int) -> None:
-        """Count `count` bytes of `kind` as freed."""
-        if count > self.live[kind]:
-            raise InternalError(f"memory tracker: {count} bytes of {kind!r} freed, only {self.live[kind]} are live")
-        self.live[kind] -= count
+    def remove(self, category: str, count: int) -> None:
+        """Count `count` bytes of `category` as freed."""
+        if count > (live := self.live[category]):
+            raise InternalError(f"memory tracker: {count} bytes of {category!r} freed, only {live} are live")
+        self.live[category] -= count
         self.total -= count
 
-    def move(self, kind: str, other: str, count: int) -> None:
-        """Count `count` bytes of `kind` as bytes of the `other` kind from now on."""
-        self.live[kind] -= count
+    def move(self, category: str, other: str, count: int) -> None:
+        """Count `count` bytes of `category` as bytes of the `other` category from now on."""
+        self.live[category] -= count
         live = self.live[other] = self.live[other] + count
         if live > self._peaks[other]:
             self._peaks[other] = live
 
-    def allocate(self, kind: str, count: int) -> Callable[[], None]:
-        """Count `count` bytes of `kind` as allocated; returns a function to call when they are freed."""
-        self.add(kind, count)
-        return functools.partial(self.remove, kind, count)
+    def allocate(self, category: str, count: int) -> Callable[[], None]:
+        """Count `count` bytes of `category` as allocated; returns a function to call when they are freed."""
+        self.add(category, count)
+        return functools.partial(self.remove, category, count)
 
-    def peak(self, kind: str) -> int:
-        """The most live bytes of `kind` at any time since the last `reset_peaks`."""
-        return self._peaks[kind]
+    def peak(self, category: str) -> int:
+        """The most live bytes of `category` at any time since the last `reset_peaks`."""
+        return self._peaks[category]
 
     def reset_peaks(self) -> None:
         """Restart the peaks from the bytes that are live now."""
@@ -104,7 +104,7 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, tracker: MemoryTracker, kind: str
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, tracker: MemoryTracker, category: str
     ) -> None:
         with torch.inference_mode(False):  # used in training, even if first requested in inference mode
             self.tensor = torch.empty(0, dtype=dtype, device=device)
@@ -112,14 +112,14 @@ class FlatBuffer:
         self._numel = numel
         self._bytes = numel * self.tensor.element_size()
         self._tracker = tracker
-        self._kind = self._usual_kind = kind
+        self._category = self._usual_category = category
         self._shaped = False  # whether the tensor has its elements, allocated or not
         self.allocated = False
 
-    def now_holds(self, kind: str) -> None:
-        """Count the memory as another `kind` until it is freed."""
-        self._tracker.move(self._kind, kind, self._bytes)
-        self._kind = kind
+    def now_holds(self, category: str) -> None:
+        """Count the memory as another `category` until it is freed."""
+        self._tracker.move(self._category, category, self._bytes)
+        self._category = category
 
     def allocate(self) -> None:
         """Allocate the memory; does nothing if it is allocated."""
@@ -133,7 +133,7 @@ class FlatBuffer:
                 self._storage.resize_(self._bytes)
         except RuntimeError:
             self._check_that_it_stays()
-            self._tracker.remove(self._kind, self._bytes)  # counted already: the memory was never freed
+            self._tracker.remove(self._category, self._bytes)  # counted already: the memory was never freed
         if not self._shaped:
             # The stubs of torch lack the overload for untyped storages.
             self.tensor.set_(self._storage, 0, (self._numel,))  # type: ignore[call-overload]
@@ -141,7 +141,7 @@ class FlatBuffer:
         if self._bytes >= self._tracker.advised_from:
             self._tracker.advise(self.tensor)
         self.allocated = True
-        self._tracker.add(self._kind, self._bytes)
+        self._tracker.add(self._category, self._bytes)
         if _poisoned.value and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
 
@@ -157,10 +157,10 @@ class FlatBuffer:
         except RuntimeError:
             stays = self._check_that_it_stays()
         self.allocated = False
-        self._tracker.remove(self._kind, self._bytes)
-        self._kind = self._usual_kind
+        self._tracker.remove(self._category, self._bytes)
+        self._category = self._usual_category
         if stays:
-            self._tracker.add(self._kind, self._bytes)
+            self._tracker.add(self._category, self._bytes)
 
     def _check_that_it_stays(self) -> bool:
         """Return True if the storage cannot be resized, but has its memory: a NumPy array was made of part of it, and
@@ -195,7 +195,7 @@ class FlatBuffer:
         given, self.tensor = self.tensor, torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
         self._storage, self._shaped = self.tensor.untyped_storage(), False
         self.allocated = False
-        self._tracker.remove(self._kind, self._bytes)
+        self._tracker.remove(self._category, self._bytes)
         return given
 
 

@@ -228,10 +228,10 @@ def accelerator_count() -> int:
 
 def accelerator(index: int | None = None) -> torch.device | None:
     """The accelerator of that index, by default the current one; None on a machine that has none."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is None:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         return None
-    return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
+    return torch.device(accelerator.type, torch.accelerator.current_device_index() if index is None else index)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

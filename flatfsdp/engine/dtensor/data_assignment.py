@@ -40,9 +40,9 @@ _meshes: set[Any] = set()
 def follow(spec: Any, owner: Named) -> None:
     """Let assignments to the `.data` of DTensors with this spec take effect, for as long as `owner` lives, which keeps
     the spec."""
-    kind = _dtensor.dtensor_type()
-    if "data" not in vars(kind):
-        kind.data = property(_TORCHS.__get__, _assign, _TORCHS.__delete__)
+    dtensor_class = _dtensor.dtensor_type()
+    if "data" not in vars(dtensor_class):
+        dtensor_class.data = property(_TORCHS.__get__, _assign, _TORCHS.__delete__)
     _owners[id(spec)] = owner
     _meshes.add(spec.mesh)
 

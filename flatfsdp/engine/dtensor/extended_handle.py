@@ -64,7 +64,7 @@ class OpaqueParam(UnshardedParam):
 
     def __init__(self, handle: ExtendedHandle, dtype: torch.dtype) -> None:
         self._device, self._tracker, self._world = handle.device, handle.tracker, handle.layout.world
-        buffer = FlatBuffer(0, torch.uint8, self._device, tracker=self._tracker, kind="unsharded")
+        buffer = FlatBuffer(0, torch.uint8, self._device, tracker=self._tracker, category="unsharded")
         super().__init__(buffer.tensor, buffer, handle.layout)
         self._dtype = dtype
         with torch.inference_mode(False):
@@ -75,7 +75,7 @@ class OpaqueParam(UnshardedParam):
         self.agreed: list[list[Input]] = []
         self._inputs: list[torch.Tensor] = []
         self._metadata: list[Any] = []
-        self._places: list[torch.Tensor] = []
+        self._slices: list[torch.Tensor] = []
         self._seen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -131,24 +131,24 @@ class OpaqueParam(UnshardedParam):
         self.agreed = first
         self.layout = _layout_of(self._hooks, first, self._world)
         self.buffer = FlatBuffer(
-            self.layout.padded_numel, torch.uint8, self._device, tracker=self._tracker, kind="unsharded"
+            self.layout.padded_numel, torch.uint8, self._device, tracker=self._tracker, category="unsharded"
         )
         self.flat = self.buffer.tensor
 
     def fill(self, transport: Transport, stream: Stream) -> PendingWork:
         """Gather the prepared tensors. Collective. Precondition: the buffer has its memory."""
-        places, pieces, self._inputs = self._cut(), self._inputs, []
-        given = [(place, piece) for place, piece in zip(places, pieces, strict=True) if place.numel()]
+        slices, pieces, self._inputs = self._cut(), self._inputs, []
+        given = [(target, piece) for target, piece in zip(slices, pieces, strict=True) if target.numel()]
         if not given:
             return DONE
         self._is_by_rank = True
-        return transport.all_gather_coalesced([place for place, _ in given], [piece for _, piece in given], stream)
+        return transport.all_gather_coalesced([target for target, _ in given], [piece for _, piece in given], stream)
 
     def _cut(self) -> list[torch.Tensor]:
         """Views of the buffer for all tensors. Precondition at the first call: the buffer has memory."""
-        if not self._places:
-            self._places = [self.flat[span.slice] for span in self.layout.spans]
-        return self._places
+        if not self._slices:
+            self._slices = [self.flat[span.slice] for span in self.layout.spans]
+        return self._slices
 
     # -- tensors that modules see ------------------------------------------------------------------------------------
 
@@ -157,9 +157,9 @@ class OpaqueParam(UnshardedParam):
         for storage, size in self._inner:
             storage.resize_(size)
             self._tracker.add("unsharded", size)
-        places, made = iter(self._cut()), []
+        slices, made = iter(self._cut()), []
         for i, (hooks, agreed) in enumerate(zip(self._hooks, self.agreed, strict=True)):
-            gathered = [each.view(next(places), self._world) for each in agreed]
+            gathered = [each.view(next(slices), self._world) for each in agreed]
             if self._is_by_rank:
                 for each in gathered:
                     hooks.reorder(each)

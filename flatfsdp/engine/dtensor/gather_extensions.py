@@ -79,7 +79,7 @@ class GatherExtensions(Transform):
     def describe(self, state: ExtendedParam) -> str:
         """The class whose hooks are used, and the placements of its DTensor."""
         outer = "" if state.outer is None else self._parallel.describe(state.outer)
-        return f"{outer} gathered by the hooks of {state.hooks.kind.__name__}"
+        return f"{outer} gathered by the hooks of {state.hooks.cls.__name__}"
 
     def can_be_pickled(self, state: ExtendedParam) -> bool:
         """True unless it has a DTensor, which cannot be pickled."""

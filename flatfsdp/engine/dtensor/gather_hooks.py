@@ -82,9 +82,9 @@ def _master_in(tensor: Any) -> str | None:
     return alike[0] if type(made) is type(tensor) and getattr(made, alike[0], None) is inner[alike[0]] else None
 
 
-def _unflatten(kind: Any, inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any) -> Any:
-    """A tensor of class `kind` around the `inner` ones; some classes take no strides."""
-    make = kind.__tensor_unflatten__
+def _unflatten(cls: Any, inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any) -> Any:
+    """A tensor of class `cls` around the `inner` ones; some classes take no strides."""
+    make = cls.__tensor_unflatten__
     known = inspect.signature(make).parameters.values()
     given = inner, context, shape, stride
     if any(each.kind is each.VAR_POSITIONAL for each in known):
@@ -125,7 +125,7 @@ class GatherHooks:
 
     Attributes:
         name: of the parameter, for messages.
-        kind: the class of its tensor.
+        cls: the class of its tensor.
         seen: the tensor that modules compute with, while the parameter is unsharded.
         dim: the dimension along which ranks split it.
         keeps_rows: whether its class keeps the rows, and the shard has none. [Note: rows of their class]
@@ -138,7 +138,7 @@ class GatherHooks:
         """The hooks of `tensor`, the whole parameter, split along `dim`. `policy`: the user's, for hooks."""
         self.name, self.dim = name, dim
         self.seen: torch.Tensor | None = None
-        self.kind = type(tensor)
+        self.cls = type(tensor)
         self._policy = policy
         self._size = tensor.shape
         self._stride = tuple(prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
@@ -162,14 +162,14 @@ class GatherHooks:
 
     @property
     def _what(self) -> str:
-        return f"parameter {self.name!r} ({self.kind.__name__})"
+        return f"parameter {self.name!r} ({self.cls.__name__})"
 
     # -- the tensor at rest ------------------------------------------------------------------------------------------
 
     def around(self, master: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's class around `master`, the whole or some rows of it."""
         inner = {self._attribute: master, **self._others}
-        made: torch.Tensor = _unflatten(self.kind, inner, self._context, master.shape, master.stride())
+        made: torch.Tensor = _unflatten(self.cls, inner, self._context, master.shape, master.stride())
         return made
 
     def stored_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class GatherHooks:
 
     def master_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The master of `tensor`; `tensor` itself if it is of another class."""
-        return getattr(tensor, self._attribute) if isinstance(tensor, self.kind) else tensor
+        return getattr(tensor, self._attribute) if isinstance(tensor, self.cls) else tensor
 
     # -- rows that the class keeps [Note: rows of their class] -------------------------------------------------------
 
@@ -196,7 +196,7 @@ class GatherHooks:
 
         Raises:
             UsageError: ranks would have parts of different sizes along a dimension other than the first, where the
-                gathered tensors have no place for padding.
+                gathered tensors have no room for padding.
         """
         assert self._whole is not None
         if self.dim and self._size[self.dim] % world:
@@ -210,16 +210,16 @@ class GatherHooks:
         if rows.device != home and not rows.is_meta:
             rows = rows.to(home)
         self.rows = pin(rows) if pinned and not rows.is_meta else rows
-        self._place = rank, world
+        self._cut_for = rank, world
 
     @torch.no_grad()
     def _rows_of(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
         """The rows of `rank`, in memory of their own, by the operations and in the order of FSDP2's."""
-        chunks = torch.chunk(whole, world, self.dim)
-        padded = whole.new_zeros(chunks[0].size())
-        own = chunks[rank].size(self.dim) if rank < len(chunks) else 0
+        shards = torch.chunk(whole, world, self.dim)
+        padded = whole.new_zeros(shards[0].size())
+        own = shards[rank].size(self.dim) if rank < len(shards) else 0
         if own and padded.numel():
-            padded.narrow(self.dim, 0, own).copy_(chunks[rank])
+            padded.narrow(self.dim, 0, own).copy_(shards[rank])
         return padded.narrow(self.dim, 0, own)
 
     def take(self, value: torch.Tensor) -> None:
@@ -228,9 +228,9 @@ class GatherHooks:
         value, before = value.detach(), self.rows
         with torch.no_grad(), torch.inference_mode(False):
             if value.shape != before.shape:
-                value = self._rows_of(value, *self._place)
+                value = self._rows_of(value, *self._cut_for)
             home = value.device if before.is_meta else before.device
-            if isinstance(value, self.kind):
+            if isinstance(value, self.cls):
                 self.rows = (value if value.device == home else value.to(home)).clone()
             else:
                 self.rows = torch.empty_like(before, device=home)
@@ -244,7 +244,7 @@ class GatherHooks:
         """
         assert self.rows is not None
         made = change(self.rows)
-        if not isinstance(made, self.kind):
+        if not isinstance(made, self.cls):
             raise UsageError(
                 f"{self._what}: a move or cast of its rows made a {type(made).__name__}; expected one of its class. "
                 "Leave it out, or convert the module before sharding it"

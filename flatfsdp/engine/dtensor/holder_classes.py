@@ -25,21 +25,21 @@ def mark(holder: torch.Tensor, leaf: nn.Parameter) -> None:
     if vars(holder) is not shared:
         shared.update(vars(holder))
         holder.__dict__ = shared
-    kind = ORIGINAL[type(leaf)]
-    if kind is not nn.Parameter and type(holder) is _dtensor.dtensor_type():
-        holder.__class__ = holder_class(kind)
+    cls = ORIGINAL[type(leaf)]
+    if cls is not nn.Parameter and type(holder) is _dtensor.dtensor_type():
+        holder.__class__ = holder_class(cls)
 
 
 @cache
-def holder_class(kind: type[nn.Parameter]) -> type:
-    """The class of DTensors that stand for parameters of the class `kind`; that of DTensors if there can be none."""
+def holder_class(cls: type[nn.Parameter]) -> type:
+    """The class of DTensors that stand for parameters of the class `cls`; that of DTensors if there can be none."""
     base: type = _dtensor.dtensor_type()
     # Such a class decides itself what operations do; objects of another layout cannot change their class.
-    if nn.Parameter not in kind.__mro__ or kind.__torch_function__ is not nn.Parameter.__torch_function__:
+    if nn.Parameter not in cls.__mro__ or cls.__torch_function__ is not nn.Parameter.__torch_function__:
         return base
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()}
     try:
-        return type(kind.__name__, (_AsDTensor, base, kind), names)
+        return type(cls.__name__, (_AsDTensor, base, cls), names)
     except TypeError:
         return base
 
@@ -52,19 +52,19 @@ class _AsDTensor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        kind = type(self)
+        cls = type(self)
         self.__class__ = _dtensor.dtensor_type()
         try:
             made = copy.deepcopy(self, memo)
         finally:
-            self.__class__ = kind
-        made.__class__ = kind
+            self.__class__ = cls
+        made.__class__ = cls
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)
+        cls = type(self)
         self.__class__ = _dtensor.dtensor_type()
         try:
             return self.__reduce_ex__(protocol)
         finally:
-            self.__class__ = kind
+            self.__class__ = cls

@@ -30,7 +30,7 @@ _COUNTS = hasattr(torch.Tensor, "_use_count") and getattr(sys, "_is_gil_enabled"
 _SPEC, _LOCAL, _SHAPE = attrgetter("_spec"), attrgetter("_local_tensor"), attrgetter("shape")
 _STRIDE = torch.Tensor.stride
 
-Parts = tuple[list[int], list[torch.Tensor]]
+Split = tuple[list[int], list[torch.Tensor]]
 
 
 class KeptGradients:
@@ -43,14 +43,14 @@ class KeptGradients:
     """
 
     def __init__(
-        self, trained: frozenset[int], specs: Sequence[Any], like: torch.Tensor, parts: Callable[[torch.Tensor], Parts]
+        self, trained: frozenset[int], specs: Sequence[Any], like: torch.Tensor, split: Callable[[torch.Tensor], Split]
     ) -> None:
-        """`specs`: of all parameters of the handle; `like`: the reduced tensor of all of them; `parts`: returns the
-        indices of parameters with a part in such a tensor, and the part of each, as a view."""
+        """`specs`: of all parameters of the handle; `like`: the reduced tensor of all of them; `split`: returns the
+        indices of parameters with elements in such a tensor, and those of each, as a view."""
         self.trained, self.shows = trained, False
         with torch.inference_mode(False):
             self._flat = torch.empty_like(like)
-        self.indices, self._locals = parts(self._flat)
+        self.indices, self._locals = split(self._flat)
         self.is_whole = self.indices == [*range(len(specs))]
         self._specs = [specs[i] for i in self.indices]
         self._made = _dtensor.dtensors(self._locals, self._specs)
@@ -68,16 +68,16 @@ class KeptGradients:
 
     def _facts(self) -> tuple[Any, ...]:
         """The counts of references, and the attributes of local tensors that change in place without a write."""
-        made, parts = self._made, self._locals
+        made, tensors = self._made, self._locals
         return (
             _torch.storage_uses(self._storage._cdata),
             sys.getrefcount(self._storage),
             list(map(sys.getrefcount, made)),
             list(map(_torch.use_count, made)),
             list(map(weakref.getweakrefcount, made)),
-            list(map(sys.getrefcount, parts)),
-            list(map(_torch.use_count, parts)),
-            list(map(_SHAPE, parts)),
+            list(map(sys.getrefcount, tensors)),
+            list(map(_torch.use_count, tensors)),
+            list(map(_SHAPE, tensors)),
             list(map(_STRIDE, self._deep)),
         )
 

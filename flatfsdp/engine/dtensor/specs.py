@@ -39,12 +39,12 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
         stride = spec.stride or stride_by_rows(spec.shape, 0)
         return _dtensor.new_spec(dp_mesh, [*replicas, Shard(dim)], spec.shape, stride, dtype)
     if stored.spmd is not None:
-        made, place = stored.spmd.at_rest(stored, dim, dtype)
-        _require_shown_rows(spec.name, made, dim, place)
+        made, mesh_dim = stored.spmd.spec_at_rest(stored, dim, dtype)
+        _require_shown_rows(spec.name, made, dim, mesh_dim)
         return made
     before = prod(
-        stored.mesh.size(place)
-        for place, placement in enumerate(stored.placements)
+        stored.mesh.size(mesh_dim)
+        for mesh_dim, placement in enumerate(stored.placements)
         if getattr(placement, "dim", None) == dim
     )
     split = Shard(dim) if before == 1 else _dtensor.strided_shard(dim, before)
@@ -55,20 +55,20 @@ def spec_at_rest(dp_mesh: Any, spec: ParamSpec, dim: int, dtype: torch.dtype, st
     return made
 
 
-def _require_shown_rows(name: str, made: Any, dim: int, place: int) -> None:
-    """Refuse sizes for which ranks have other rows than those in a DTensor of the spec `made`, where dimension `place`
-    of the mesh splits `dim` after the others. torch's distributed checkpoint writes the DTensor's rows."""
+def _require_shown_rows(name: str, made: Any, dim: int, mesh_dim: int) -> None:
+    """Refuse sizes for which ranks have other rows than those in a DTensor of the spec `made`, where dimension
+    `mesh_dim` of the mesh splits `dim` after the others. torch's distributed checkpoint writes the DTensor's rows."""
     along = [i for i, each in enumerate(made.placements) if getattr(each, "dim", None) == dim]
-    if place not in along:  # all are replicas
+    if mesh_dim not in along:  # all are replicas
         return
     cuts = tuple((made.mesh.size(i), _dtensor.split_factor_of(made.placements[i])) for i in along)
     size = made.shape[dim]
-    if (where := shown_elsewhere(size, cuts, along.index(place))) is None:
+    if (where := shown_elsewhere(size, cuts, along.index(mesh_dim))) is None:
         return
     names = made.mesh.mesh_dim_names or range(made.mesh.ndim)
     rank = ", ".join(f"{names[i]} {number}" for i, number in zip(along, where, strict=True))
     split = " x ".join(str(count) for count, _ in cuts)
-    before = prod(made.mesh.size(i) for i in along if i != place)
+    before = prod(made.mesh.size(i) for i in along if i != mesh_dim)
     raise UsageError(
         f"parameter{f' {name!r}' if name else ''} of shape {tuple(made.shape)}: its {size} elements of dimension "
         f"{dim} are split by tensor parallelism and by data parallelism ({split} ranks), so that rank ({rank}) holds "

@@ -42,27 +42,27 @@ class SpmdMesh:
     def dp(self) -> Any:
         """The mesh of data parallelism: (shard,), (replicate,) or (replicate, shard). Makes a group if several
         dimensions become one."""
-        parts = [self._flat(names) for names in (self.replicate, self.shard) if names]
-        return parts[0] if len(parts) == 1 else _dtensor.concatenated(parts)
+        meshes = [self._flat(names) for names in (self.replicate, self.shard) if names]
+        return meshes[0] if len(meshes) == 1 else _dtensor.concatenated(meshes)
 
     def _flat(self, names: tuple[str, ...]) -> Any:
         return self.mesh[names[0]] if len(names) == 1 else _dtensor.flattened(self.mesh[names], "_".join(names))
 
     @cached_property
-    def dp_places(self) -> frozenset[int]:
-        """The places of the data-parallel dimensions."""
+    def dp_dims(self) -> frozenset[int]:
+        """The numbers of the data-parallel dimensions."""
         return frozenset(map(self.mesh.mesh_dim_names.index, (*self.shard, *self.replicate)))
 
     @cached_property
     def beside(self) -> Any:
         """The mesh of the other dimensions; None if there are none."""
         names = self.mesh.mesh_dim_names
-        others = tuple(name for place, name in enumerate(names) if place not in self.dp_places)
+        others = tuple(name for mesh_dim, name in enumerate(names) if mesh_dim not in self.dp_dims)
         return self.mesh[others] if others else None
 
     def others_of(self, placements: Sequence[Any]) -> tuple[Any, ...]:
         """Those of `placements` that are along the other dimensions."""
-        return tuple(each for place, each in enumerate(placements) if place not in self.dp_places)
+        return tuple(each for mesh_dim, each in enumerate(placements) if mesh_dim not in self.dp_dims)
 
     def check(self, path: str, parameter: Any) -> None:
         """Refuse a parameter that is not a DTensor of the mesh, or is split along data-parallel dimensions already."""
@@ -78,15 +78,15 @@ class SpmdMesh:
             raise UsageError(
                 f"{path!r} is a DTensor on {mesh}; {call} was given {self.mesh}. Both must be the same mesh"
             )
-        for place in sorted(self.dp_places):
-            if not placements[place].is_replicate():
+        for mesh_dim in sorted(self.dp_dims):
+            if not placements[mesh_dim].is_replicate():
                 raise UsageError(
-                    f"{path!r} is a DTensor with placements {tuple(placements)}, of which {placements[place]} is "
-                    f"along {mesh.mesh_dim_names[place]!r}, a dimension of dp_mesh_dims. Expected Replicate() there: "
-                    "fully_shard() splits the parameter along it"
+                    f"{path!r} is a DTensor with placements {tuple(placements)}, of which {placements[mesh_dim]} is "
+                    f"along {mesh.mesh_dim_names[mesh_dim]!r}, a dimension of dp_mesh_dims. Expected Replicate() "
+                    "there: fully_shard() splits the parameter along it"
                 )
 
-    def at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> tuple[Any, int]:
+    def spec_at_rest(self, stored: Any, dim: int, dtype: torch.dtype) -> tuple[Any, int]:
         """The DTensorSpec of a parameter between iterations, of which `dim` is split over the shards, and the dimension
         of its mesh that is the shards'.
 
@@ -96,28 +96,28 @@ class SpmdMesh:
 
         names, before = self.mesh.mesh_dim_names, stored.placements
         placements: list[Any] = list(before)
-        for place in map(names.index, self.shard):
-            later = range(place + 1, self.mesh.ndim)
+        for mesh_dim in map(names.index, self.shard):
+            later = range(mesh_dim + 1, self.mesh.ndim)
             split = prod(self.mesh.size(each) for each in later if getattr(before[each], "dim", None) == dim)
-            placements[place] = Shard(dim) if split == 1 else _dtensor.strided_shard(dim, split)
+            placements[mesh_dim] = Shard(dim) if split == 1 else _dtensor.strided_shard(dim, split)
         stride = stride_by_rows(stored.shape, 0)
         if len(self.shard) < 2:
             split_by = names.index(self.shard[0]) if self.shard else -1
             return _dtensor.new_spec(self.mesh, placements, stored.shape, stride, dtype), split_by
         found: list[Any] = []
-        for place, name in enumerate(names):
+        for mesh_dim, name in enumerate(names):
             if name == self.shard[0]:
-                found += [Replicate()] * (self.dp.ndim - 1) + [placements[place]]
+                found += [Replicate()] * (self.dp.ndim - 1) + [placements[mesh_dim]]
                 split_by = len(found) - 1
-            elif place not in self.dp_places:
-                found.append(placements[place])
-        return _dtensor.new_spec(self._at_rest, found, stored.shape, stride, dtype), split_by
+            elif mesh_dim not in self.dp_dims:
+                found.append(placements[mesh_dim])
+        return _dtensor.new_spec(self._mesh_at_rest, found, stored.shape, stride, dtype), split_by
 
     @cached_property
-    def _at_rest(self) -> Any:
+    def _mesh_at_rest(self) -> Any:
         names = self.mesh.mesh_dim_names
-        parts = [self.dp if name == self.shard[0] else self.mesh[name] for name in names if self._is_kept(name)]
-        return parts[0] if len(parts) == 1 else _dtensor.concatenated(parts)
+        meshes = [self.dp if name == self.shard[0] else self.mesh[name] for name in names if self._is_kept(name)]
+        return meshes[0] if len(meshes) == 1 else _dtensor.concatenated(meshes)
 
     def _is_kept(self, name: str) -> bool:
         return name == self.shard[0] or name not in (*self.shard, *self.replicate)

@@ -67,8 +67,8 @@ class StoredDTensor:
         if not _dtensor.is_dtensor(grad):
             return grad
         placements = list(self.placements)
-        for place in self.spmd.dp_places if self.spmd is not None else ():
-            placements[place] = grad.placements[place]
+        for mesh_dim in self.spmd.dp_dims if self.spmd is not None else ():
+            placements[mesh_dim] = grad.placements[mesh_dim]
         return grad.redistribute(placements=placements).to_local()
 
     @property
@@ -203,11 +203,11 @@ def part_of(shape: Collection[int], stride: Collection[int], mesh: Any, placemen
     """The position of this rank's part in a DTensor."""
     ranges: list[Ranges] = [((0, size),) if size else () for size in shape]
     copy = 0
-    for dim, (placement, place) in enumerate(zip(placements, mesh.get_coordinate(), strict=True)):
+    for dim, (placement, coordinate) in enumerate(zip(placements, mesh.get_coordinate(), strict=True)):
         count = mesh.size(dim)
         if placement.is_replicate():
-            copy = copy * count + place
+            copy = copy * count + coordinate
         else:
-            ranges[placement.dim] = cut(ranges[placement.dim], count, place, _dtensor.split_factor_of(placement))
+            ranges[placement.dim] = cut(ranges[placement.dim], count, coordinate, _dtensor.split_factor_of(placement))
     whole = ParamSpec("", tuple(shape), tuple(stride))
     return Part(whole.shape, whole.stride, tuple(ranges), copy)

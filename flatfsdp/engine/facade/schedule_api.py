@@ -319,7 +319,7 @@ class ScheduleControls(GradientControls):
                 them into the memory that a gather would have filled.
 
         Raises:
-            ConfigTypeError, ConfigValueError: not such a number, or another place.
+            ConfigTypeError, ConfigValueError: not such a number, or another value of `on`.
             UsageError: inside a forward or a backward, or inside `inference()`.
         """
         keep_frozen(self._unit, units_in(cast(nn.Module, self)), max_bytes, on)
@@ -414,8 +414,8 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, device: Device
 def _targets(unit: Unit, method: str, modules: object) -> PrefetchTargets[Unit]:
     check_outside(unit, method)
     in_place = unit.entries.in_place
-    kind = "modules of fully_shard()" if in_place else "FullyShardedDataParallel modules"
-    accepted = f"a list of {kind} inside the same outermost module"
+    what = "modules of fully_shard()" if in_place else "FullyShardedDataParallel modules"
+    accepted = f"a list of {what} inside the same outermost module"
     if isinstance(modules, nn.Module) or not isinstance(modules, Iterable):
         refuse_type(f"{method}: modules", modules, accepted)
     targets = []

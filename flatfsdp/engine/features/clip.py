@@ -142,11 +142,11 @@ class _Gradients(NamedTuple):
         wide = torch.float64 if is_wide else torch.float32
         total = _power_sum(self.whole, p, device, wide)
         for axes, grads in self.sharded.values():
-            part = _power_sum(grads, p, device, wide)
+            summed = _power_sum(grads, p, device, wide)
             for axis in axes:
                 # the maximum of a backend may drop a NaN
-                part = gather_now(axis, part).amax() if math.isinf(p) else all_reduce_now(axis, part)
-            total = torch.maximum(total, part) if math.isinf(p) else total + part
+                summed = gather_now(axis, summed).amax() if math.isinf(p) else all_reduce_now(axis, summed)
+            total = torch.maximum(total, summed) if math.isinf(p) else total + summed
         return total if math.isinf(p) or p == 0 else total ** (1.0 / p)
 
 
@@ -293,11 +293,11 @@ def _clips(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         foreach: bool | None = None,
     ) -> torch.Tensor:
         _leave_graph()
-        given, places = _listed(parameters), _places()
-        models = _models_among(given, places)
+        given, owners = _listed(parameters), _owners()
+        models = _models_among(given, owners)
         if not models:
             return torchs_own(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        given = [places[id(each)].holder if id(each) in places else each for each in given]
+        given = [owners[id(each)].holder if id(each) in owners else each for each in given]
         return clip_grad_norm(models, given, float(max_norm), norm_type, error_if_nonfinite=error_if_nonfinite)
 
     return clip_grad_norm_
@@ -314,16 +314,16 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         foreach: bool | None = None,
     ) -> torch.Tensor:
         _leave_graph()
-        given, places, call = _listed(tensors), _places(), "get_total_norm"
-        holders = {id(grad): each.holder for each in places.values() if (grad := each.holder.grad) is not None}
+        given, owners, call = _listed(tensors), _owners(), "get_total_norm"
+        holders = {id(grad): each.holder for each in owners.values() if (grad := each.holder.grad) is not None}
         chosen = {id(holder): holder for each in given if (holder := holders.get(id(each))) is not None}
         for each in given:
-            if (place := places.get(id(each))) is not None and place.is_split:
+            if (owner := owners.get(id(each))) is not None and owner.is_split:
                 raise UsageError(
-                    f"{call}: got parameters of unit {place.unit.label}, which show this rank's shards. Expected "
+                    f"{call}: got parameters of unit {owner.unit.label}, which show this rank's shards. Expected "
                     "gradients; compute norms of parameters inside summon_full_params()"
                 )
-        models = _models_among(chosen.values(), places)
+        models = _models_among(chosen.values(), owners)
         if not models:
             return torchs_own(given, norm_type, error_if_nonfinite, foreach)
         p = _order_of(norm_type)
@@ -347,7 +347,7 @@ def _listed(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-class _Place(NamedTuple):
+class _Owner(NamedTuple):
     """Where a parameter that optimizers see belongs."""
 
     holder: nn.Parameter
@@ -360,11 +360,11 @@ class _Place(NamedTuple):
         return not (self.handle.is_unsharded_at_rest or self.unit.phase is SUMMONED)
 
 
-def _places() -> dict[int, _Place]:
+def _owners() -> dict[int, _Owner]:
     """The parameters that optimizers see, by their ids, except DTensors, of which torch takes the norm over ranks; also
     by the ids of private leaves, which modules list instead of them while they are unsharded."""
     return {
-        id(each): _Place(holder, unit, handle)
+        id(each): _Owner(holder, unit, handle)
         for model in registry.models
         for unit in model.units
         for handle in unit.handles
@@ -374,7 +374,7 @@ def _places() -> dict[int, _Place]:
     }
 
 
-def _models_among(parameters: Iterable[torch.Tensor], places: Mapping[int, _Place]) -> list[Model]:
+def _models_among(parameters: Iterable[torch.Tensor], owners: Mapping[int, _Owner]) -> list[Model]:
     """The models of `parameters`, in their order; [] if torch's own function does what is right for them."""
-    units = [place.unit for each in parameters if (place := places.get(id(each))) is not None]
+    units = [owner.unit for each in parameters if (owner := owners.get(id(each))) is not None]
     return [] if all(unit.phase is SUMMONED for unit in units) else models_of(units)

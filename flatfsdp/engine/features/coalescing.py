@@ -152,11 +152,11 @@ class Coalescer(Apart):
         streams, reducers = first.resources.streams, first.resolved.reducers[first.handles[0]]
         by_dtype: dict[torch.dtype, list[ReductionInput]] = {}
         for unit in units:
-            for part in inputs_of(unit):
-                by_dtype.setdefault(part.handle.precision.reduce, []).append(part)
+            for each in inputs_of(unit):
+                by_dtype.setdefault(each.handle.precision.reduce, []).append(each)
         return [
-            Reduction(parts, *reducers, streams.reduce, streams.replicate, coalesced=True)
-            for parts in by_dtype.values()
+            Reduction(inputs, *reducers, streams.reduce, streams.replicate, coalesced=True)
+            for inputs in by_dtype.values()
         ]
 
 

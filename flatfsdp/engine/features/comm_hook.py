@@ -31,7 +31,7 @@ from ..config.unit_options import CommHook
 from ..device.streams import Device, PendingWork, Stream, Work
 from ..models.rest import check_outermost, check_outside, quiesce
 from ..runtime.unit import Unit
-from ..transports.pieces import rows_of
+from ..transports.pieces import pieces_of_ranks
 
 _TORCHS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
@@ -59,8 +59,8 @@ class HookReducer:
         if len(fulls) == 1:
             return self._run(stream, fulls[0], output)
         with stream.running():
-            rows = rows_of(fulls, self._world)
-            full = torch.cat([piece for row in rows for piece in row.pieces])
+            of_ranks = pieces_of_ranks(fulls, self._world)
+            full = torch.cat([piece for each in of_ranks for piece in each.pieces])
         self._comm_stats.staged += full.nbytes
         free = self._tracker.allocate("staging", full.nbytes)
         try:

@@ -32,7 +32,7 @@ from ..runtime.turns import Turns
 from ..runtime.unit import Unit, follow_requires_grad
 
 U = TypeVar("U", bound=Hashable)
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 
 _FUNCTION = "ensure_unit_participation"
 
@@ -153,7 +153,7 @@ class ParticipationSlot(Generic[U]):
         units: the units to gather, outer ones before inner ones: one unit, or all of a branch in any order.
     """
 
-    position: Place
+    position: Position
     around: U
     units: tuple[U, ...]
     any_order: bool
@@ -171,10 +171,10 @@ class ParticipationPlan(Generic[U]):
         self, nesting: Iterable[tuple[U, U | None]], branches: Mapping[U, Branch], before: Mapping[U, U]
     ) -> None:
         """`nesting`: every unit with the one around it, in the order of registration, outer units first. `before`:
-        for conditional units with another place than their own: the unit right after that place."""
+        for conditional units with another position than their own: the unit right after that position."""
         self._around = dict(nesting)
         own = {unit: i for i, unit in enumerate(self._around)}
-        self.position: dict[U, Place] = {
+        self.position: dict[U, Position] = {
             unit: (own[before[unit]], 0, i) if unit in before else (i, 1, 0) for unit, i in own.items()
         }
         members: dict[object, list[U]] = {}
@@ -222,7 +222,7 @@ class ParticipationCursor(Generic[U]):
         """Whether `slot` was taken already, or is not in this forward."""
         return slot not in self._slots[self._taken :]
 
-    def next_before(self, position: Place | None) -> ParticipationSlot[U] | None:
+    def next_before(self, position: Position | None) -> ParticipationSlot[U] | None:
         """The next turn, if it comes before `position` (None: the end of the forward)."""
         if self._taken == len(self._slots):
             return None
@@ -300,12 +300,12 @@ class ConditionalUnits(Observer, Turns):
         if self._holds(slot):
             return True
         if slot.around is not cursor.unit or cursor.has_passed(slot):
-            _refuse_place(unit, slot)
+            _refuse_order(unit, slot)
         self._complete(cursor, slot.position, forwards)
         self._take(cursor, slot, forwards)
         return slot.any_order
 
-    def _complete(self, cursor: ParticipationCursor[Unit], position: Place | None, forwards: ForwardDriver) -> None:
+    def _complete(self, cursor: ParticipationCursor[Unit], position: Position | None, forwards: ForwardDriver) -> None:
         """Take the remaining turns before `position`, or all for None: this rank's data did not need their units."""
         self._close(cursor, position, forwards)
         while (slot := cursor.next_before(position)) is not None:
@@ -322,7 +322,7 @@ class ConditionalUnits(Observer, Turns):
             for unit in slot.units:
                 forwards.do(forwards.take_turn(unit))
 
-    def _close(self, cursor: ParticipationCursor[Unit], position: Place | None, forwards: ForwardDriver) -> None:
+    def _close(self, cursor: ParticipationCursor[Unit], position: Position | None, forwards: ForwardDriver) -> None:
         """End the gathered branch if `position` is behind it, or is None, and finish its units."""
         slot = cursor.open
         if slot is not None and (position is None or slot.position < position):
@@ -453,7 +453,7 @@ def _finish(unit: Unit, forwards: ForwardDriver, *, reached: bool) -> None:
     forwards.do(forwards.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached))
 
 
-def _refuse_place(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:
+def _refuse_order(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:
     words = f"unit {unit.label} belongs to a part that was passed to ensure_unit_participation(), and it ran too late"
     raise UsageError(
         f"{words} or too early: in each forward of {slot.around.label}, the units of the part must run once, in the "

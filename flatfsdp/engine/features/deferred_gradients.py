@@ -109,9 +109,9 @@ def _arrive_apart(grads: Gradients) -> bool:
     return arrives_on_shard_device and _arrives_without_wait(grads.reducing[0])
 
 
-def _arrives_without_wait(part: ReductionInput) -> bool:
+def _arrives_without_wait(given: ReductionInput) -> bool:
     """Whether one exchange brings the result, from memory of its own."""
-    if part.reduction is None or part.reduction.replicate is not None or part.buffer is None:
+    if given.reduction is None or given.reduction.replicate is not None or given.buffer is None:
         return False
-    shares = part.shares_unsharded_buffer or part.handle.is_unsharded_at_rest
-    return not (shares or part.hook is not None or part.downloads)
+    shares = given.shares_unsharded_buffer or given.handle.is_unsharded_at_rest
+    return not (shares or given.hook is not None or given.downloads)

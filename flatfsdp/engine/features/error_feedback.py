@@ -17,7 +17,7 @@ def attach_residuals(model: Model) -> None:
     for grads in model.outermost.grads:
         handle = grads.handle
         if handle.precision.error_feedback:
-            grads.residuals = Residuals([place.numel for place in handle.layout.pieces_in_shard], handle.tracker)
+            grads.residuals = Residuals([span.numel for span in handle.layout.pieces_in_shard], handle.tracker)
     if any(grads.residuals is not None for unit in model.units for grads in unit.grads):
         model.observers.add(LostResiduals(model.agreement))
 

@@ -26,7 +26,7 @@ _WRITING = frozenset(
 @contextmanager
 def without_memory() -> Iterator[None]:
     """A context in which new tensors have neither memory nor values, even if computed from tensors that have."""
-    mode = _kind_of_mode()()
+    mode = _mode_class()()
     with overrides.without_memory.being(mode), warnings.catch_warnings(), mode:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
@@ -56,7 +56,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 @cache
-def _kind_of_mode() -> Any:
+def _mode_class() -> Any:
     fake = _torch.fake_tensors()
     base: Any = fake.FakeTensorMode
 

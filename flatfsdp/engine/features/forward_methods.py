@@ -66,19 +66,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     in_place = unit.entries.in_place
     inside = module if in_place else unit.entries.first
-    kind = plain_class(inside).__name__
+    name = plain_class(inside).__name__
     found = getattr(inside, method_name, None)
     if not callable(found):
-        raise ConfigValueError(f"{argument}: method_name: got {method_name!r}, but {kind} has no such method")
+        raise ConfigValueError(f"{argument}: method_name: got {method_name!r}, but {name} has no such method")
     if hasattr(type(module), method_name) and not in_place:
         raise ConfigValueError(
             f"{argument}: method_name: got {method_name!r}, which {type(module).__name__} defines itself, so that "
-            f"calls do not reach {kind}. Give the method another name"
+            f"calls do not reach {name}. Give the method another name"
         )
     runs_later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if any(is_kind(inspect.unwrap(found)) for is_kind in runs_later):
+    if any(is_such(inspect.unwrap(found)) for is_such in runs_later):
         raise ConfigValueError(
-            f"{argument}: method_name: got {method_name!r}, a generator or a coroutine of {kind}, whose body would "
+            f"{argument}: method_name: got {method_name!r}, a generator or a coroutine of {name}, whose body would "
             "run after the parameters are sharded again. Register a method that returns its result"
         )
     registered = module.__dict__.get(REGISTERED, ())
@@ -94,12 +94,12 @@ def _gathering_in_place(module: nn.Module, method: Any) -> Any:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        holder = ref()
-        if holder is None:
+        owner = ref()
+        if owner is None:
             raise UsageError(f"{function.__name__}() was called after the module that it belongs to was deleted")
-        unit: Unit = holder.__dict__["_unit"]
-        call = functools.partial(function, holder) if bound else function
-        return model_of(unit).forwards.run(unit, args, kwargs, call=call, entry=holder, stays=False)
+        unit: Unit = owner.__dict__["_unit"]
+        call = functools.partial(function, owner) if bound else function
+        return model_of(unit).forwards.run(unit, args, kwargs, call=call, entry=owner, stays=False)
 
     return run
 
@@ -126,8 +126,8 @@ def put_through_wrapper(wrapper: nn.Module, name: str, value: torch.Tensor) -> N
     unit: Unit = wrapper.__dict__["_unit"]
     if flat := [each for each in unit.flat_refs if each.attribute == name and each.held is not value]:
         refuse_functional_call(flat, unit.label)
-    places: list[dict[str, Any]] = [inside._parameters, inside._buffers, inside.__dict__]
-    found = next((place for place in places if name in place), wrapper.__dict__)
+    dictionaries: list[dict[str, Any]] = [inside._parameters, inside._buffers, inside.__dict__]
+    found = next((each for each in dictionaries if name in each), wrapper.__dict__)
     found[name] = value
 
 
@@ -169,23 +169,23 @@ def explain(error: BaseException) -> str:
     found = _sharded_in(error.__traceback__, units)
     if found is not None:
         unit, param_ref = found
-        kind = type(param_ref.module).__name__
+        name = type(param_ref.module).__name__
         return (
-            f"{kind} used parameter {param_ref.path!r} of unit {unit.label} outside of the forward of its wrapper, "
+            f"{name} used parameter {param_ref.path!r} of unit {unit.label} outside of the forward of its wrapper, "
             "where it is sharded. Call the wrapper, not the module inside (model(x), not model.module(x) or "
             "model.module.forward(x)); register methods other than forward with "
             "flatfsdp.register_fsdp_forward_method()"
         )
     for model in [*registry.models] if "dtype" in str(error) else ():
-        kinds = {
+        dtypes = {
             handle.precision.compute: f"{unit.label} in {str(handle.precision.compute).removeprefix('torch.')}"
             for unit in model.units
             for handle in unit.handles
             if handle.precision.compute.is_floating_point
         }
-        if len(kinds) > 1:
+        if len(dtypes) > 1:
             return (
-                f"parameters of the model have several dtypes (unit {', unit '.join(kinds.values())}), and nothing "
+                f"parameters of the model have several dtypes (unit {', unit '.join(dtypes.values())}), and nothing "
                 "casts tensors between them. Cast the model to one dtype before wrapping, or pass "
                 "mixed_precision=MixedPrecision(param_dtype=..., cast_forward_inputs=True)"
             )
@@ -197,11 +197,11 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
 
     None also for exceptions raised outside of torch, whose messages need no explanation.
     """
-    holders: dict[int, tuple[Unit, ParamRef]] = {}
+    by_module: dict[int, tuple[Unit, ParamRef]] = {}
     for unit in units:
         if unit.phase is IDLE and unit.shows_shard:
             for param_ref in (*unit.param_refs, *unit.shared_refs):
-                holders.setdefault(id(param_ref.module), (unit, param_ref))
+                by_module.setdefault(id(param_ref.module), (unit, param_ref))
     found = None
     while traceback is not None:
         frame, at = traceback.tb_frame, traceback.tb_lasti
@@ -209,8 +209,8 @@ def _sharded_in(traceback: TracebackType | None, units: list[Unit]) -> tuple[Uni
         if isinstance(receiver, ForwardDriver):
             # The forward of a unit: its parameters were unsharded, and modules around it did not compute.
             running = frame.f_locals.get("unit")
-            holders, found = {key: held for key, held in holders.items() if held[0] is not running}, None
-        found = holders.get(id(receiver), found)
+            by_module, found = {key: held for key, held in by_module.items() if held[0] is not running}, None
+        found = by_module.get(id(receiver), found)
         traceback = traceback.tb_next
     is_torchs = frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
     return None if not is_torchs and frame.f_code.co_code[at] == _RAISE else found

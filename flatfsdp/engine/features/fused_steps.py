@@ -67,9 +67,9 @@ def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
     """Let `optimizer.zero_grad()` set gradients to None without reading them first, which would take longer.
 
     Not for a class that overrides `zero_grad` or `__getstate__`."""
-    this, kind, torchs = weakref.ref(optimizer), type(optimizer), torch.optim.Optimizer
+    this, cls, torchs = weakref.ref(optimizer), type(optimizer), torch.optim.Optimizer
     dropped = torchs.zero_grad
-    if (kind.zero_grad, kind.__getstate__) != (dropped, torchs.__getstate__) or "zero_grad" in vars(optimizer):
+    if (cls.zero_grad, cls.__getstate__) != (dropped, torchs.__getstate__) or "zero_grad" in vars(optimizer):
         return
 
     @wraps(dropped)
@@ -79,7 +79,7 @@ def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
         if not set_to_none:
             dropped(found, set_to_none)
         else:
-            with record_function(f"Optimizer.zero_grad#{kind.__name__}.zero_grad"), _torch.as_plain_tensors():
+            with record_function(f"Optimizer.zero_grad#{cls.__name__}.zero_grad"), _torch.as_plain_tensors():
                 for group in found.param_groups:
                     deque(map(setattr, group["params"], repeat("grad"), repeat(None)), 0)
 
@@ -91,7 +91,7 @@ class _FusedRun:
 
     Attributes:
         members: the parameters, in order; group: the number of their param group.
-        kind: the facts that all of them have in common; None for a parameter that has to be stepped on itself.
+        facts: what all of them have in common; None for a parameter that has to be stepped on itself.
         stop: the end of the last one in the shard.
         tensor: in the memory of all of them, padding between them included; set by `join`.
         state: the optimizer's state of `tensor`.
@@ -100,8 +100,8 @@ class _FusedRun:
 
     tensor: nn.Parameter
 
-    def __init__(self, parameter: nn.Parameter, group: int, span: Span, kind: tuple[Any, ...] | None) -> None:
-        self.members, self.group, self.kind = [parameter], group, kind
+    def __init__(self, parameter: nn.Parameter, group: int, span: Span, facts: tuple[Any, ...] | None) -> None:
+        self.members, self.group, self.facts = [parameter], group, facts
         self._starts, self.stop = [span.start], span.stop
         self.state: State = {}
         self.counts: dict[str, torch.Tensor] = {}
@@ -117,15 +117,15 @@ class _FusedRun:
         """Set `tensor` to a view of `shard`, and `state` to that of the members, whose `states` show it from now on."""
         first = self._starts[0]
         self.tensor = nn.Parameter(shard.narrow(0, first, self.stop - first))
-        places = zip(_dtensor.locals_of(self.members), self._starts, strict=True)
-        self._places = [(each.shape, each.stride(), start - first) for each, start in places]
+        pairs = zip(_dtensor.locals_of(self.members), self._starts, strict=True)
+        self._extents = [(each.shape, each.stride(), start - first) for each, start in pairs]
         for name, value in [*states.get(self.members[0], {}).items()]:
             self.state[name] = value
             if isinstance(value, torch.Tensor) and value.dim():
                 values = _dtensor.locals_of(states[each][name] for each in self.members)
                 self.state[name] = values[0].new_zeros(self.tensor.shape)
-                for part, each in zip(self._split(self.state[name]), values, strict=True):
-                    part.copy_(each)
+                for view, each in zip(self._split(self.state[name]), values, strict=True):
+                    view.copy_(each)
                 del value, values, each  # so that they are freed before the next are copied
             elif _is_number(value):
                 self.state[name] = value.clone()
@@ -153,12 +153,12 @@ class _FusedRun:
 
     def _put(self, name: str, states: States) -> None:
         value = self.state[name]
-        parts: Iterable[Any] = repeat(value, len(self.members))
+        shares: Iterable[Any] = repeat(value, len(self.members))
         if _is_number(value):
             self.counts[name] = value.expand(len(self.members)).clone()
-            parts = self.counts[name].unbind()
+            shares = self.counts[name].unbind()
         elif isinstance(value, torch.Tensor) and value.shape == self.tensor.shape:
-            parts = map(_like, self._split(value), self.members)
+            shares = map(_like, self._split(value), self.members)
         elif not isinstance(value, _PLAIN):
             found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise UsageError(
@@ -166,14 +166,14 @@ class _FusedRun:
                 f"{len(self.members)} parameters; expected a number, or a tensor with one element for each of them. It "
                 "cannot step on several parameters at once: do not use fuse_optimizer_steps() with it"
             )
-        for each, part in zip(self.members, parts, strict=True):
-            states[each][name] = part
+        for each, share in zip(self.members, shares, strict=True):
+            states[each][name] = share
         self._published[name] = value
 
     def _split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The members' parts of `value`, which is shaped like `tensor`, as views."""
+        """The members' shares of `value`, which is shaped like `tensor`, as views."""
         offset = value.storage_offset()
-        return [value.as_strided(shape, stride, offset + start) for shape, stride, start in self._places]
+        return [value.as_strided(shape, stride, offset + start) for shape, stride, start in self._extents]
 
 
 class _Plan:
@@ -187,7 +187,7 @@ class _Plan:
         self._listing = _listing(optimizer)
         found, self._absent, self._alone = _find_runs(optimizer)
         # Torch accepts no list of DTensors and other tensors: a group has runs of DTensors, or single ones.
-        mixed = {run.group for run, _ in found if run.kind is None and _dtensor.is_dtensor(run.members[0])}
+        mixed = {run.group for run, _ in found if run.facts is None and _dtensor.is_dtensor(run.members[0])}
         mixed |= {number for number, alone in enumerate(self._alone) if any(map(_dtensor.is_dtensor, alone))}
         self.runs: list[_FusedRun] = []
         for run, handle in found:
@@ -388,21 +388,21 @@ def _find_runs(
     (across, *_), listed = _listing(optimizer)
     if len(set(map(id, listed))) < len(listed):  # one is listed twice, and is stepped on twice
         return [], [], [[*group["params"]] for group in optimizer.param_groups]
-    places: dict[int, tuple[FlatParamHandle, int]] = {}
+    owners: dict[int, tuple[FlatParamHandle, int]] = {}
     held: dict[FlatParamHandle, dict[int, tuple[nn.Parameter, int]]] = {}
     absent, alone = list[nn.Parameter](), [list[nn.Parameter]() for _ in optimizer.param_groups]
     for number, group in enumerate(optimizer.param_groups):
         for each in group["params"]:
-            unit = registry.owner_of(each) if id(each) not in places else None
+            unit = registry.owner_of(each) if id(each) not in owners else None
             for handle in unit.handles if unit is not None else ():
                 if handle.gathers_elements and not handle.face.is_flat:
-                    places |= {id(holder): (handle, i) for i, holder in enumerate(handle.face.holders)}
-            if id(each) not in places or not (each.numel() or _dtensor.is_dtensor(each)):
+                    owners |= {id(holder): (handle, i) for i, holder in enumerate(handle.face.holders)}
+            if id(each) not in owners or not (each.numel() or _dtensor.is_dtensor(each)):
                 alone[number].append(each)
             elif each.grad is None:
                 absent.append(each)
             else:
-                handle, index = places[id(each)]
+                handle, index = owners[id(each)]
                 held.setdefault(handle, {})[index] = each, number
     found: list[tuple[_FusedRun, FlatParamHandle]] = []
     for handle, members in held.items():
@@ -413,8 +413,8 @@ def _find_runs(
                 last = None if not span.is_empty else last
                 continue
             parameter, number = members[index]
-            run = _FusedRun(parameter, number, span, _kind_of(parameter, number, optimizer.state, handle, index))
-            joins = last is not None and last.kind == run.kind is not None and (across or last.stop == span.start)
+            run = _FusedRun(parameter, number, span, _facts_of(parameter, number, optimizer.state, handle, index))
+            joins = last is not None and last.facts == run.facts is not None and (across or last.stop == span.start)
             if joins and last is not None and not span.is_empty:
                 last.add(parameter, span)
             else:
@@ -423,23 +423,23 @@ def _find_runs(
     return found, absent, alone
 
 
-def _kind_of(
+def _facts_of(
     parameter: nn.Parameter, number: int, states: States, handle: FlatParamHandle, index: int
 ) -> tuple[Any, ...] | None:
     """The facts that members of one run have in common: param group, states, and the storage of their gradients. None
     for a parameter that cannot be in a run."""
-    span, place = handle.layout.span_in_shard(index, handle.rank), handle.at_rest.views[index]
-    own, grad = _dtensor.locals_of([parameter])[0], _part_of(parameter.grad, parameter)
+    span, view = handle.layout.span_in_shard(index, handle.rank), handle.at_rest.views[index]
+    own, grad = _dtensor.locals_of([parameter])[0], _local_of(parameter.grad, parameter)
     # The state of a parameter without dimensions may be one for its element, or one for all elements.
     if grad is None or grad.stride() != own.stride() or not own.dim():
         return None
-    if not span.is_empty and (own.data_ptr(), own.numel()) != (place.data_ptr(), place.numel()):
+    if not span.is_empty and (own.data_ptr(), own.numel()) != (view.data_ptr(), view.numel()):
         return None  # it was replaced
     facts: list[Any] = []
     for name, value in states.get(parameter, {}).items():
-        part = value if _is_number(value) else _part_of(value, parameter)
-        if part is not None and (_is_number(value) or part.shape == own.shape):
-            facts.append((name, part.dtype, part.device, part.item() if _is_number(value) else None))
+        local = value if _is_number(value) else _local_of(value, parameter)
+        if local is not None and (_is_number(value) or local.shape == own.shape):
+            facts.append((name, local.dtype, local.device, local.item() if _is_number(value) else None))
         elif isinstance(value, _PLAIN):
             facts.append((name, type(value), value))
         else:
@@ -448,7 +448,7 @@ def _kind_of(
     return number, tuple(facts), lies
 
 
-def _part_of(value: Any, parameter: nn.Parameter) -> torch.Tensor | None:
+def _local_of(value: Any, parameter: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of `value`; None if it is not a strided tensor, or not split like `parameter`."""
     if _dtensor.is_dtensor(parameter):
         value = _dtensor.local_of(value) if _dtensor.are_split_alike(value, parameter) else None
@@ -460,14 +460,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim()
 
 
-def _like(part: torch.Tensor, parameter: Any) -> Any:
-    """`part`, this rank's, as a state of `parameter`."""
+def _like(local: torch.Tensor, parameter: Any) -> Any:
+    """`local`, this rank's, as a state of `parameter`."""
     if not _dtensor.is_dtensor(parameter):
-        return part
+        return local
     spec = _dtensor.spec_of(parameter)
-    if part.dtype != parameter.dtype:
-        spec = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, spec.stride, part.dtype)
-    return _dtensor.dtensor(part, spec)
+    if local.dtype != parameter.dtype:
+        spec = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype)
+    return _dtensor.dtensor(local, spec)
 
 
 def _changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -537,22 +537,22 @@ def fuse_optimizer_steps(optimizer: torch.optim.Optimizer, *, elementwise: bool 
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
     check_bool(f"{name}: elementwise", elementwise)
-    kind = type(optimizer)
-    if kind not in ELEMENTWISE and not elementwise:
+    cls = type(optimizer)
+    if cls not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise UsageError(
-            f"{name}(): {kind.__module__}.{kind.__qualname__} is not known to be element-wise, as torch's {known} "
+            f"{name}(): {cls.__module__}.{cls.__qualname__} is not known to be element-wise, as torch's {known} "
             "are; an optimizer that uses norms, rows or matrices of parameters would compute something else. If it is "
             "element-wise, pass fuse_optimizer_steps(optimizer, elementwise=True)"
         )
     if not {"state", "param_groups"} <= vars(optimizer).keys():
-        raise UsageError(f"{name}(): this {kind.__name__} has no state of its own; pass the optimizer that it contains")
+        raise UsageError(f"{name}(): this {cls.__name__} has no state of its own; pass the optimizer that it contains")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UsageError(
-            f"{name}(): a {kind.__name__} with differentiable=True must step on each parameter separately, in its graph"
+            f"{name}(): a {cls.__name__} with differentiable=True must step on each parameter separately, in its graph"
         )
     if optimizer in _fused:
-        raise UsageError(f"{name}(): this {kind.__name__} is already fused; call remove() of its FusedSteps first")
+        raise UsageError(f"{name}(): this {cls.__name__} is already fused; call remove() of its FusedSteps first")
     _fused.add(optimizer)
     _drop_grads_quickly(optimizer)
     return FusedSteps(optimizer)

@@ -223,8 +223,8 @@ def attach_gradient_hooks(model: Model, nested: Iterable[Unit]) -> None:
     """Let hooks of users on parameters of `model`, which is new, await sharded gradients. `nested`: units that it will
     take over, with what their models have found."""
     made = GradientHooks()
-    for part in dict.fromkeys(map(model_of, nested)):
-        if (found := part.observers.find(GradientHooks)) is not None:
+    for each in dict.fromkeys(map(model_of, nested)):
+        if (found := each.observers.find(GradientHooks)) is not None:
             made.adopt(found)
     model.observers.add(made)
 

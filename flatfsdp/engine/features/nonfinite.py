@@ -155,8 +155,8 @@ def of_all_ranks(mine: Finding | None, agreement: Agreement, units: Sequence[Uni
     alike = ranks_by_value({rank: found[rank].describe(units) for rank in in_order})
     reported = [f"{words} on {ranks_in_words(sorted(those))}" for words, those in alike.items()]
     clean = sorted(answers.keys() - found.keys())
-    rest = [f"nothing else on {ranks_in_words(clean)}"] if clean else []
-    return "; ".join([f"{reported[0]}, first of all" if len(reported) > 1 else reported[0], *reported[1:4], *rest])
+    more = [f"nothing else on {ranks_in_words(clean)}"] if clean else []
+    return "; ".join([f"{reported[0]}, first of all" if len(reported) > 1 else reported[0], *reported[1:4], *more])
 
 
 def worst(tensor: torch.Tensor) -> bool | None:

@@ -179,10 +179,10 @@ class StepInBackward(Finisher):
         """Warn of steps, which cannot be undone."""
         if self._stepped:
             labels = [unit.label for unit in units if unit in self._stepped]
-            rest = [unit.label for unit in units if unit not in self._stepped]
+            others = [unit.label for unit in units if unit not in self._stepped]
             warn_once_per_job(
                 f"a backward failed after the optimizer had stepped {len(labels)} of {len(units)} units "
-                f"({few(labels)}); a step cannot be undone. The other units ({few(rest) or 'none'}) still have the "
+                f"({few(labels)}); a step cannot be undone. The other units ({few(others) or 'none'}) still have the "
                 "parameters and the optimizer state of the previous step. Load a checkpoint to have all of them at "
                 f"the same step{'' if self._agreement.diverged else ', or continue with the next batch'}",
                 names_rank=True,
@@ -338,7 +338,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError if `optimizer` needs all of its parameters in one step: tested by a copy on small tensors."""
-    kind = type(optimizer).__name__
+    name = type(optimizer).__name__
     stand_ins = {id(p): _stand_in(p) for group in optimizer.param_groups for p in group["params"]}
     try:
         trial = copy_over(optimizer, stand_ins, defaultdict(dict))
@@ -346,7 +346,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
         step_alone(trial)
     except Exception as error:
         raise UsageError(
-            f"optimizer_in_backward(): a copy of this {kind} cannot step on some of its parameters "
+            f"optimizer_in_backward(): a copy of this {name} cannot step on some of its parameters "
             f"({type(error).__name__}: {error}). Call its step() after the backward"
         ) from error
     after = _counts(trial)
@@ -354,7 +354,7 @@ def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
     changed += [repr(key) for key in trial.state if not isinstance(key, torch.Tensor)]
     if changed:
         raise UsageError(
-            f"optimizer_in_backward(): a step of this {kind} changes state that is shared by all parameters "
+            f"optimizer_in_backward(): a step of this {name} changes state that is shared by all parameters "
             f"({', '.join(changed)}) and would change it once per unit. Call its step() after the backward"
         )
 

@@ -267,7 +267,7 @@ def _can_stay(handle: FlatParamHandle) -> bool:
 
 
 def persistence_of(unit: Unit, handle: FlatParamHandle) -> ParamPersistence | None:
-    """The place in which `handle` is kept unsharded according to the options of its `unit`; None if it is not."""
+    """Where `handle` is kept unsharded according to the options of its `unit`; None if it is not."""
     where = unit.options.schedule.keep_frozen
     return ParamPersistence(where) if where is not None and _can_stay(handle) else None
 
@@ -276,9 +276,9 @@ def keep_frozen(outer: Unit, units: Sequence[Unit], max_bytes: object, on: str) 
     """`keep_frozen_unsharded` of a module whose own unit is `outer`, with these `units` inside."""
     method = "keep_frozen_unsharded"
     left = _budget(method, max_bytes)
-    places = [residence.value for residence in ParamPersistence]
-    if on not in places:
-        refuse_value(f"{method}: on", on, " or ".join(map(repr, places)))
+    choices = [residence.value for residence in ParamPersistence]
+    if on not in choices:
+        refuse_value(f"{method}: on", on, " or ".join(map(repr, choices)))
     check_outside(outer, method)
     if any(_is_pinned(model_of(unit)) for unit in units):
         raise UsageError(

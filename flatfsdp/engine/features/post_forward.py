@@ -58,7 +58,9 @@ class PostForwardShard(KeptSource):
         """Copy this rank's piece of `unsharded`, whose layout is `over` the ranks of `transport`."""
         group, flat = transport.group, unsharded.flat
         self.dtype = unsharded.dtype
-        self._memory = FlatBuffer(over.shard_numel, flat.dtype, flat.device, tracker=tracker, kind="post_forward_shard")
+        self._memory = FlatBuffer(
+            over.shard_numel, flat.dtype, flat.device, tracker=tracker, category="post_forward_shard"
+        )
         self._memory.allocate()
         # A gather comes after the last use of `unsharded`, hence after the copy. [Note: limiter]
         self.transport, self.pieces = transport, pieces_of(self._memory.tensor, over)

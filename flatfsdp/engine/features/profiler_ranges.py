@@ -38,24 +38,24 @@ class Range(NamedTuple):
 
     stage: str
     happens: Callable[[Any], bool] = lambda owner: True
-    names: Callable[..., Iterable[str]] = lambda unit, *args, **kwargs: (unit.place.name,)
+    names: Callable[..., Iterable[str]] = lambda unit, *args, **kwargs: (unit.position.name,)
     labels_reductions: bool = False
 
 
 def _name_of_unit(owner: object, unit: Unit, *args: Any, **kwargs: Any) -> Iterable[str]:
-    return (unit.place.name,)
+    return (unit.position.name,)
 
 
 def _name_of_hooks(owner: UnitHooks, *args: Any) -> Iterable[str]:
-    return (unit.place.name,) if (unit := owner.unit()) is not None else ()
+    return (unit.position.name,) if (unit := owner.unit()) is not None else ()
 
 
 def _names_of_group(owner: object, units: Sequence[Unit], **kwargs: Any) -> Iterable[str]:
-    return (unit.place.name for unit in units)
+    return (unit.position.name for unit in units)
 
 
-def _names_of_parts(reduction: Reduction) -> Iterable[str]:
-    return (part.handle.name for part in reduction.parts)
+def _names_of_inputs(reduction: Reduction) -> Iterable[str]:
+    return (each.handle.name for each in reduction.inputs)
 
 
 STAGES_OF_UNITS: Mapping[str, Range] = {
@@ -72,8 +72,8 @@ STAGES_OF_GROUPS: Mapping[str, Range] = {
     "reduce": Range("reduce", names=_names_of_group, labels_reductions=True),
 }
 STAGES_OF_REDUCTIONS: Mapping[str, Range] = {
-    "release_input": Range("wait for reduction", lambda reduction: not reduction.input_is_released, _names_of_parts),
-    "finish": Range("wait for all-reduce", lambda reduction: reduction.is_under_way, _names_of_parts),
+    "release_input": Range("wait for reduction", lambda reduction: not reduction.input_is_released, _names_of_inputs),
+    "finish": Range("wait for all-reduce", lambda reduction: reduction.is_under_way, _names_of_inputs),
 }
 
 

@@ -56,7 +56,7 @@ class Substitutes:
     _copies: Sequence[tuple[Any, Any]] = ()  # of containers that cannot be written to, with their originals
     _present = False
 
-    def take_places(
+    def swap_in(
         self, make: Callable[[torch.Tensor], torch.Tensor], containers: dict[int, Any], inputs: Inputs
     ) -> Inputs:
         """`inputs` with substitutes. `make` returns that of a tensor; the tensor itself if it needs none."""
@@ -70,7 +70,7 @@ class Substitutes:
         finally:
             self._copies = [(old, new) for old, new in known.values() if new is not old]
 
-    def return_places(self) -> None:
+    def swap_out(self) -> None:
         """Let the originals return, with the values that were written to their substitutes."""
         if not self._present:
             return
@@ -83,7 +83,7 @@ class Substitutes:
             self.containers = containers_in((*self.containers.values(),))
             self._replace({id(pair.substitute): pair.original for pair in self._pairs.values()}, back=True)
 
-    def take_places_again(self) -> None:
+    def swap_in_again(self) -> None:
         """Let the substitutes take the places of those originals that are in the containers now."""
         self._present = True
         self._replace({key: pair.substitute for key, pair in self._pairs.items()}, back=False)
@@ -114,12 +114,12 @@ class SharedGiven(Given):
     def _cast(self, make: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         assert self._found is not None  # in this call
         self._substitutes = made = Substitutes()
-        return made.take_places(make, self._found[1], (self.args, self.kwargs))
+        return made.swap_in(make, self._found[1], (self.args, self.kwargs))
 
     def ended(self, unit: Unit | None) -> None:
         if (substitutes := self._substitutes) is None:
             return
-        substitutes.return_places()
+        substitutes.swap_out()
         if unit is not None and substitutes.containers and torch.is_grad_enabled():
             model = model_of(unit)
             running = model.iteration.record.running
@@ -163,12 +163,12 @@ class KeptSubstitutes(Observer):
         for each, substitutes, _ in self.kept:
             if each is unit and substitutes not in self._again:
                 self._again.append(substitutes)
-                substitutes.take_places_again()
+                substitutes.swap_in_again()
 
     def graph_left(self) -> None:
         """Let the originals return."""
         while self._again:
-            self._again.pop().return_places()
+            self._again.pop().swap_out()
         self.kept = [kept for kept in self.kept if kept[2] is not None]
 
     def step_begins(self, unit: Unit | None) -> bool:

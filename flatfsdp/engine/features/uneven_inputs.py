@@ -113,7 +113,7 @@ class Joined:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         left = self._looping
         self._end()

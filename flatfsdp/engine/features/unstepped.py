@@ -82,7 +82,7 @@ class UnsteppedCheck(Observer):
             model.observers.remove(self)
         elif not self._before and backward.finisher.pending is None:  # to read a deferred gradient would wait for it
             self._before = [
-                _ParamSnapshot(handle, fqn(unit.place.name, flat_name(kind)))
+                _ParamSnapshot(handle, fqn(unit.position.name, flat_name(kind)))
                 for unit in model.units
                 for kind, handle in enumerate(unit.handles)
                 if any(p.grad is not None for p in handle.face.holders)

@@ -55,9 +55,9 @@ class ValueChecks(Observer):
             if (each := self.initial.pop(unit, None)) is not None:
                 peers: dict[str, int] = {}
                 for handle in [handle for handle in unit.handles if handle.has_memory]:
-                    places = [axis.group.rank for axis in beside(unit.axes.of(handle), parts)]
-                    places += unit.axes.of(handle).shard.ranks if handle in own else ()
-                    peers.update(dict.fromkeys((spec.name for spec in handle.layout.params), hash63(str(places))))
+                    coordinates = [axis.group.rank for axis in beside(unit.axes.of(handle), parts)]
+                    coordinates += unit.axes.of(handle).shard.ranks if handle in own else ()
+                    peers.update(dict.fromkeys((spec.name for spec in handle.layout.params), hash63(str(coordinates))))
                 values = each.unchanged(list(peers), own_pieces(unit))
                 out += [(unit.entries.fqn(path), value, peers[path]) for path, value in values]
         return out
@@ -130,7 +130,7 @@ def check_values_of(model: Model, nested: Sequence[Unit]) -> None:
 def _replicated_pieces(units: Sequence[Unit]) -> list[Replicated]:
     """For each parameter with replicas, the ranks that hold the same piece, and this rank's checksum of it; 0 without a
     piece."""
-    rows: list[Replicated] = []
+    listed: list[Replicated] = []
     for unit in units:
         if all(groups.replicate is None for groups in unit.axes.all):
             continue
@@ -139,8 +139,8 @@ def _replicated_pieces(units: Sequence[Unit]) -> list[Replicated]:
             if (replicate := unit.axes.of(handle).replicate) is not None:
                 for spec in handle.layout.params:
                     own = checksum(pieces[spec.name]) if spec.name in pieces else 0
-                    rows.append((replicate.ranks, unit.entries.fqn(spec.name), own))
-    return rows
+                    listed.append((replicate.ranks, unit.entries.fqn(spec.name), own))
+    return listed
 
 
 def _stays_alike(unit: Unit) -> bool:
@@ -150,26 +150,26 @@ def _stays_alike(unit: Unit) -> bool:
     return hook is None or unit.groups.shard.size > 1 or hook.alike
 
 
-def differences(peers: RankExchange, rows: Sequence[Replicated]) -> str:
+def differences(peers: RankExchange, listed: Sequence[Replicated]) -> str:
     """The parameters and ranks for which replicas differ, in words; "" for none. Collective over all axes."""
-    if not rows:
+    if not listed:
         return ""
-    sums = [checksum for _, _, checksum in rows]
-    place = hash63(str([list(ranks) for ranks, _, _ in rows]))  # equal on ranks with the same replicas
-    answers = peers.numbers_of_ranks(place, hash63(str(sums)))
+    sums = [checksum for _, _, checksum in listed]
+    replicas = hash63(str([list(ranks) for ranks, _, _ in listed]))  # equal on ranks with the same replicas
+    answers = peers.numbers_of_ranks(replicas, hash63(str(sums)))
     groups = ranks_by_value({rank: answers[rank][0] for rank in sorted(answers)})
     if all(len({answers[rank][1] for rank in ranks}) == 1 for ranks in groups.values()):
         return ""
-    found = peers.numbers_of_ranks(place, *sums)
+    found = peers.numbers_of_ranks(replicas, *sums)
     different: dict[str, list[list[int]]] = {}  # groups of equal ranks, by name
     for ranks in groups.values():
-        for (_, name, _), *totals in zip(rows, *(found[rank][1:] for rank in ranks), strict=True):
+        for (_, name, _), *totals in zip(listed, *(found[rank][1:] for rank in ranks), strict=True):
             alike = ranks_by_value(dict(zip(ranks, totals, strict=True)))
             if len(alike) > 1:
                 different.setdefault(name, list(alike.values()))
-    first, *rest = [name for _, name, _ in rows if name in different]
+    first, *more = [name for _, name, _ in listed if name in different]
     return (
-        f"replicas differ in {len(different)} of {len(rows)} parameters: {few([first, *rest])}. {first!r} is one on "
+        f"replicas differ in {len(different)} of {len(listed)} parameters: {few([first, *more])}. {first!r} is one on "
         f"{', another on '.join(map(ranks_in_words, different[first]))}. Gradients are averaged over replicas as if "
         "they were one model. Load the same checkpoint on all ranks, and write the same values to parameters on all of "
         "them"

@@ -68,12 +68,12 @@ class BlockCodec:
         if not numel:
             return  # such rows have no strides that could be read as scales
         scales = self._scales(rows, numel)
-        for start, stop in self._parts(rows, numel):
+        for start, stop in self._chunks(rows, numel):
             blocks = values[:, start:stop].to(rows.device, torch.float32, non_blocking=True)
             blocks = blocks.unflatten(1, (-1, min(BLOCK, stop - start)))
             if lost is not None:
-                place = lost[:, start:stop].unflatten(1, blocks.shape[1:])
-                owed, given = place.to(torch.float32), torch.ne(blocks, 0, out=torch.empty_like(blocks))  # 0 or 1
+                kept = lost[:, start:stop].unflatten(1, blocks.shape[1:])
+                owed, given = kept.to(torch.float32), torch.ne(blocks, 0, out=torch.empty_like(blocks))  # 0 or 1
                 blocks = torch.addcmul(blocks, owed, given)
             largest = torch.maximum(blocks.amax(2), blocks.amin(2).neg_())
             scale = largest.div_(self.largest * _LESS).clamp_(min=_SMALLEST_SCALE)
@@ -86,35 +86,35 @@ class BlockCodec:
             if lost is not None:  # float arithmetic is several times as fast as masks
                 error = blocks.addcmul_(numbers, scale.unsqueeze(2), value=-1)  # rounding has left codes in `numbers`
                 given.mul_(scale.isfinite().to(torch.float32).unsqueeze(2))
-                place.copy_(torch.lerp(owed, error.nan_to_num_(0, 0, 0), given))
+                kept.copy_(torch.lerp(owed, error.nan_to_num_(0, 0, 0), given))
 
     def decode(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Decode `rows` of `numel` numbers each: yields slices of the numbers, with values (R, length), float32."""
         if not numel:
             return
         scales = self._scales(rows, numel)
-        for start, stop in self._parts(rows, numel):
+        for start, stop in self._chunks(rows, numel):
             values = self._read(self._codes(rows, numel, start, stop), min(BLOCK, stop - start))
             values.mul_(scales[:, start // BLOCK :][:, : values.shape[1]].unsqueeze(2))
             yield slice(start, stop), values.flatten(1)
 
     def decode_into(self, outputs: torch.Tensor, rows: torch.Tensor) -> None:
         """Fill `outputs`, shape (R, n), of any floating-point dtype, from `rows`."""
-        for part, values in self.decode(rows, outputs.shape[1]):
-            outputs[:, part] = values
+        for span, values in self.decode(rows, outputs.shape[1]):
+            outputs[:, span] = values
 
-    def add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor, place: int) -> None:
-        """Sum all `rows` and `own`, which is term number `place`, into `output`, which may be `own`: one term after the
+    def add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor, rank: int) -> None:
+        """Sum all `rows` and `own`, the term of this `rank`, into `output`, which may be `own`: one term after the
         other, in float32. Shapes (R, ...) and (n,)."""
-        for part, values in self.decode(rows, own.numel()):
+        for span, values in self.decode(rows, own.numel()):
             terms: Sequence[torch.Tensor] = values.unbind()
-            terms = [*terms[:place], own[part].to(torch.float32), *terms[place:]]
+            terms = [*terms[:rank], own[span].to(torch.float32), *terms[rank:]]
             total = terms[0] + terms[1]
             for term in terms[2:]:
                 total += term
-            output[part] = total
+            output[span] = total
 
-    def _parts(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[int, int]]:
+    def _chunks(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[int, int]]:
         """Chunks of complete blocks, then the remaining numbers."""
         whole = numel - numel % BLOCK
         step = max(_chunk(rows.device) // BLOCK // max(rows.shape[0], 1), 1) * BLOCK

@@ -1,6 +1,6 @@
 """Collectives on numbers that are quantized block-wise to few bits, over any transport. [Note: blocks]
 
-[Note: quantization] Each hop quantizes once; a rank's own part is not quantized if no other rank receives it.
+[Note: quantization] Each hop quantizes once; a rank's own piece is not quantized if no other rank receives it.
 
 - *Gather*: a rank encodes its shard, directly from the master dtype, into its row of a buffer of bytes, which the
   underlying transport gathers. Then all rows are decoded, including this rank's own: every rank computes with the same
@@ -20,7 +20,7 @@ parameter with shards of n numbers, a rank holds
 
 - along a shard axis of S ranks `(S - 1) * n` residuals, of the pieces that it sends to the others: the cost is nearly
   the memory of an unsharded gradient;
-- along a replicate axis n residuals, of the pieces that it sends; those in the place of its own piece belong to the
+- along a replicate axis n residuals, of the pieces that it sends; those for its own piece belong to the
   sum, which it sends to all.
 
 Both are in the reduce dtype, and on the device even with `cpu_offload`. The delivered values and the residuals of all
@@ -88,8 +88,8 @@ class QuantizedTransport(StagedTransport):
         arriving = self._inner.all_gather_base(buffer.tensor, rows[rank], stream)
 
         def unpack() -> None:
-            for whole, part in zip(wholes, rows.split(sizes, dim=1), strict=True):
-                self._compute(whole.numel(), self._codec.decode_into, whole, part)
+            for whole, encoded in zip(wholes, rows.split(sizes, dim=1), strict=True):
+                self._compute(whole.numel(), self._codec.decode_into, whole, encoded)
             buffer.free()
 
         return followed(arriving, stream, unpack, *outputs)
@@ -136,30 +136,30 @@ class QuantizedTransport(StagedTransport):
             return DONE
         piece = -(-flat.numel() // world)
         size = self._codec.row_bytes(piece)
-        places = slice(rank * piece), slice(rank * piece, (rank + 1) * piece), slice((rank + 1) * piece, None)
-        before, mine, after = (flat[place] for place in places)
+        slices = slice(rank * piece), slice(rank * piece, (rank + 1) * piece), slice((rank + 1) * piece, None)
+        before, mine, after = (flat[where] for where in slices)
         self.comm_stats.log("all_reduce", world * size)
 
-        def encode(place: slice, rows: torch.Tensor) -> None:
-            pieces = _pieces(flat[place], rows, piece)
+        def encode(where: slice, rows: torch.Tensor) -> None:
+            pieces = _pieces(flat[where], rows, piece)
             if not self._residuals:
                 for values, row in pieces:
                     self._encode(values, row)
                 return
             with joined(self._residuals, tensor) as owed:
-                for (values, row), (lost, _) in zip(pieces, _pieces(real(owed)[place], rows, piece), strict=True):
+                for (values, row), (lost, _) in zip(pieces, _pieces(real(owed)[where], rows, piece), strict=True):
                     self._encode(values, row, lost)
 
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * size) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
-            encode(places[0], outgoing[:rank])
-            encode(places[2], outgoing[rank:])
+            encode(slices[0], outgoing[:rank])
+            encode(slices[2], outgoing[rank:])
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def share() -> None:
             self._add_up(mine, incoming, mine)
-            encode(places[1], outgoing[:1])
+            encode(slices[1], outgoing[:1])
             outgoing[1:] = outgoing[0]
             self.comm_stats.issued += 1
             self._inner.all_to_all(incoming, outgoing, stream).wait()
@@ -199,7 +199,7 @@ class QuantizedTransport(StagedTransport):
 
     def _bytes(self, count: int) -> FlatBuffer:
         """An allocated buffer of `count` bytes; the caller frees it."""
-        buffer = FlatBuffer(count, torch.uint8, self.device.device, tracker=self.tracker, kind=QUANTIZED)
+        buffer = FlatBuffer(count, torch.uint8, self.device.device, tracker=self.tracker, category=QUANTIZED)
         buffer.allocate()
         return buffer
 

@@ -116,8 +116,8 @@ class ApartFace(Face):
     def _hold_unless_replaced(self, slots: _Slots, contents: _Contents, parameters: Sequence[nn.Parameter]) -> None:
         """Let all places hold `contents`, those of `parameters`, except places where users have put another object:
         these are found at rest."""
-        rows = zip(slots.dictionaries, slots.names, slots.held, contents.held, strict=True)
-        for dictionary, name, before, now in rows:
+        entries = zip(slots.dictionaries, slots.names, slots.held, contents.held, strict=True)
+        for dictionary, name, before, now in entries:
             if dictionary.get(name) is before:
                 dictionary[name] = now
         slots.held[:] = contents.held

@@ -85,9 +85,9 @@ class Face(Protocol):
             these (`summon_full_params()`).
         private: the leaves that users do not have: all, or none. [Note: two lives]
         graded: those of `originals` that have a `.grad` of their own: all, or none.
-        pieces: the holders that show their places in the shard as views of it, if any do.
+        pieces: the holders that show their pieces of the shard as views of it, if any do.
         refusing: the holders that a guard lets refuse to be used from a forward to the end of its backward.
-        computes: whether modules hold the leaves in the places of other holders now.
+        computes: whether modules hold the leaves instead of other holders now.
         is_distributed: whether holders are distributed tensors of whole parameters. Torch's own functions see whole
             parameters (norms, state dicts), and every rank has each gradient.
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
@@ -170,7 +170,7 @@ class Face(Protocol):
         return
 
     def replaced(self) -> list[int]:
-        """The leaves whose holders should have their place in the shard but do not: the user replaced their memory.
+        """The leaves whose holders should show their piece of the shard but do not: the user replaced their memory.
         Called at rest; those that are in `pieces` are left out."""
         return []
 
@@ -222,7 +222,7 @@ class Face(Protocol):
         return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
-        """The `.grad` of each leaf's place in the shard, in the shape of `ShardViews.views_of`; [] if no leaf has
+        """The `.grad` of each leaf's piece of the shard, in the shape of `ShardViews.views_of`; [] if no leaf has
         one."""
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
@@ -238,8 +238,8 @@ class Face(Protocol):
     ) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         """For unsharded gradients `flat`, 1-D and padded: each holder of `awaited` leaves, this rank's part of its
         gradient, and the leaves of that part. [Note: marks]"""
-        rows = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
-        return [(holder, share, (i,)) for i, (holder, share) in rows if i in awaited]
+        shares = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
+        return [(holder, share, (i,)) for i, (holder, share) in shares if i in awaited]
 
 
 class _Adoptions:

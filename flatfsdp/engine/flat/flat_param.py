@@ -7,8 +7,8 @@ the user's own parameters are both; with others the leaves are private, or the p
 distributed one was made ([Note: two lives]). The `FlatParameter` holds the shard; with a `FlatFace` modules register it
 ([Note: faces]).
 
-[Note: kinds] One handle holds parameters of one dtype and of one trainability (as it was at construction); packed bytes
-have one of their own.
+[Note: kinds] One handle holds parameters of one *kind*: of one dtype and one trainability (as it was at construction);
+packed bytes are a kind of their own. In code a kind is the index of its handle in `Unit.handles`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class FlatParamHandle:
     Attributes:
         name: the unit's name, for messages.
         leaves: [Note: leaves], in layout order.
-        layout: the place of each of them.
+        layout: where each of them lies.
         is_unsharded_at_rest: whether the shard holds all of every parameter (an axis of one rank).
         rank: this rank on the shard axis.
         precision: the dtypes ([Note: dtypes]).
@@ -292,7 +292,7 @@ class FlatParamHandle:
                 made = UnshardedParam(self.shard, None, self.layout)
             else:
                 numel = self.layout.padded_numel
-                buffer = FlatBuffer(numel, dtype, self.device, tracker=self.tracker, kind="unsharded")
+                buffer = FlatBuffer(numel, dtype, self.device, tracker=self.tracker, category="unsharded")
                 made = UnshardedParam(buffer.tensor, buffer, self.layout)
             self._unsharded[dtype] = made
         return made

@@ -1,19 +1,19 @@
 """Where the gradients of one handle collect until a reduction takes them.
 
 [Note: gradient slots] As a leaf's gradient arrives it is moved, with the cast to the reduce dtype, into its *slot*: its
-place in a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
+range of a flat buffer laid out like the parameter. Large ones are moved at once; small ones are collected up to
 `COLLECT_BYTES` and moved by one call. When the unit's last expected gradient is in, the buffer is reduce-scattered
-(`Reduction`), and later gradients go to other slots. Slots that received nothing count as zero; if that is so on
-all ranks, their leaves get no gradient ([Note: unused]).
+(`Reduction`), and later gradients go to other slots. Slots that received nothing count as zero; if that is so on all
+ranks, their leaves get no gradient ([Note: unused]).
 
-[Note: slot sharing] A parameter is not read after its gradient has arrived, so its own place in the unsharded buffer
+[Note: slot sharing] A parameter is not read after its gradient has arrived, so its own range of the unsharded buffer
 can be its slot: the unit's memory is not needed twice. That takes equal dtypes, a backward that reduces and will not be
 differentiated, and a unit of which an earlier backward has shown that each gradient comes once and in the backward's
 own graph task; elsewhere (recomputation in tasks of their own) a parameter may be read after its gradient has come.
-Where that shows for the first time, and no gradient lies in such a place yet, the slots get memory of their own.
+Where that shows for the first time, and no gradient lies in such a range yet, the slots get memory of their own.
 Overwritten values cannot be read unnoticed: saved views of them are refused by their version, the leaf itself is hidden
 ([Note: guarded parameters]). A unit whose forward runs again before its reduction is refused, once: another gather
-would be a collective that only the ranks that share would issue. Padding between the places is that of the shards:
+would be a collective that only the ranks that share would issue. Padding between the ranges is that of the shards:
 zero; if a user wrote to all of a flat parameter, it is cleared.
 
 [Note: late slots] Slots wider than the gradients (float32 for bfloat16) take twice their memory. While a reduction
@@ -76,7 +76,9 @@ class SlotMemory:
             # A late gradient while the buffer's reduction is in flight: finish that reduction first.
             release_inputs(self._reducing)
         if buffer is None or (handle.is_unsharded_at_rest and buffer.tensor.numel() == 0):
-            buffer = FlatBuffer(handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, kind="slots")
+            buffer = FlatBuffer(
+                handle.layout.padded_numel, dtype, handle.device, tracker=handle.tracker, category="slots"
+            )
             slots = []
         buffer.allocate()
         if not slots:
@@ -97,10 +99,10 @@ class GradientSlots:
     """One filling of the slots: the gradients until a reduction begins, or the window is dropped.
 
     Attributes:
-        dtype: of the slots, unless they are the parameters' places.
+        dtype: of the slots, unless they are the parameters' memory.
         factor: the factor that gradients are multiplied by on their way in.
-        shares: gradients go to the parameters' places. [Note: slot sharing]
-        return_buffer: gives back the memory of the parameters' places, once the slots own it.
+        shares: gradients go to the parameters' memory. [Note: slot sharing]
+        return_buffer: gives back the parameters' memory, once the slots own it.
         buffer: None until a gradient was moved; segments: the parts of it that are reduced. [Note: pieces]
         filled: the leaves whose slots have a gradient.
         collected: gradients that are not moved yet, by leaf.
@@ -203,7 +205,7 @@ class GradientSlots:
         if self.collected:
             self.move_collected()
         if self.return_buffer is None:
-            self.shares = False  # no gradient came: the places stay the parameters', and may be freed at any time
+            self.shares = False  # no gradient came: the memory stays the parameters', and may be freed at any time
         buffer = self.buffer or self.open()
         if len(self.filled) < len(self._slots):
             for i, slot in enumerate(self._slots):

@@ -115,7 +115,7 @@ class Gradients:
         """Await the gradients of `expected`, and take part with those that earlier backwards left; `world` ranks will
         be averaged, unless `divide_by` gives another divisor of their sum.
 
-        `weight`: the weight of this rank's gradients; with 0 all are dropped. `share`: the places of parameters whose
+        `weight`: the weight of this rank's gradients; with 0 all are dropped. `share`: the memory of parameters whose
         gradients have come may be overwritten. `hooked`: a communication hook gets the gradients, unscaled, and their
         memory. `may_wait`: whether memory for them should be allocated late. [Note: late slots] `collects_in`: as of
         `let_collect`. Returns whether this handle takes part in the next reduction.
@@ -162,16 +162,16 @@ class Gradients:
         if self.slots.factor != 0:
             self.slots.put(index, grad)
 
-    # -- the parameters' own places ----------------------------------------------------------------------------------
+    # -- the parameters' own memory ------------------------------------------------------------------------------------
 
     @property
     def occupies_params(self) -> bool:
-        """Whether gradients lie in places of parameters of which others may still be read."""
+        """Whether gradients lie in the memory of parameters of which others may still be read."""
         return self.slots.shares and self.slots.return_buffer is None and bool(self.arrived)
 
     def stop_sharing(self) -> None:
-        """Give the gradients memory of their own, if none lies in a parameter's place yet: parameters may be read after
-        their gradients have come."""
+        """Give the gradients memory of their own, if none lies in a parameter's memory yet: parameters may be read
+        after their gradients have come."""
         if self.slots.buffer is None:
             self.slots.shares = self.outlive_params = False
 
@@ -224,7 +224,7 @@ class Gradients:
         self.slots = GradientSlots(self._memory, reduce, slots.factor)
         kept.window_open, kept.awaited = False, frozenset() if completes else self.expected
         self.completes = completes
-        part = ReductionInput(
+        made = ReductionInput(
             handle,
             buffer,
             slots.segments,
@@ -236,8 +236,8 @@ class Gradients:
             downloads=completes and handle.options.offload and handle.options.pin_memory,
             residuals=self.residuals,
         )
-        self.reducing.append(part)
-        return part
+        self.reducing.append(made)
+        return made
 
     def missing_contributions(self) -> frozenset[int]:
         """Leaves for which this rank has contributed no gradient to current or future reductions."""
@@ -248,7 +248,7 @@ class Gradients:
     @property
     def reduced(self) -> list[torch.Tensor]:
         """The results of finished reductions, scaled or not, and not settled: each of shape (shard_numel,)."""
-        return [part.in_order() for part in self.reducing]
+        return [each.in_order() for each in self.reducing]
 
     # -- a backward ends ---------------------------------------------------------------------------------------------
 
@@ -261,10 +261,10 @@ class Gradients:
         Precondition: users see the shard.
         """
         total: torch.Tensor | None = None
-        for part in self.reducing:
+        for each in self.reducing:
             if later is not None:
-                later.append(part.wait)
-            result = part.wait() if later is None else part.result
+                later.append(each.wait)
+            result = each.wait() if later is None else each.result
             total = result if total is None else total.add_(result)
         downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
         self.reducing.clear()
@@ -307,8 +307,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget a failed backward: arrived gradients, reductions in flight, the window."""
-        for part in self.reducing:
-            part.discard()
+        for each in self.reducing:
+            each.discard()
         self.reducing.clear()
         self._drop_slots()
         self._forget_expectations()

@@ -1,4 +1,4 @@
-"""What guards the parameters of units against uses and writes that would go wrong: a strategy, given to units."""
+"""The guard of the parameters of a unit against uses and writes that would go wrong: a strategy, given to units."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .flat_param import FlatParamHandle
 class _Originals(dict[type, type]):
     """Maps a temporary class to the class before; any other class to itself."""
 
-    def __missing__(self, kind: type) -> type:
-        return kind
+    def __missing__(self, cls: type) -> type:
+        return cls
 
 
 ORIGINAL = _Originals()
@@ -28,7 +28,7 @@ class Guard:
     Attributes:
         hidden: by class, that of parameters that must not be used.
         noticed: that of leaves outside of forwards and backwards, to which writes would be lost; also to their `.data`.
-        private_hidden, private_noticed: of private leaves in their places. [Note: two lives]
+        private_hidden, private_noticed: the same of private leaves. [Note: two lives]
         awaited: the gradients that such parameters await; if there are any, `show_awaited` is called with holders that
             may be used again, since these may have had another class before.
     """

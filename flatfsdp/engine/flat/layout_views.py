@@ -66,12 +66,12 @@ def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 def segments_of(flat: torch.Tensor, layout: FlatLayout) -> TensorGroup:
     """The segments of `flat` (unsharded, 1-D, padded), each of which holds a piece for every rank, as views; `flat`
     itself if there is only one."""
-    return _parts(flat, [segment.span for segment in layout.segments])
+    return _slices(flat, [segment.span for segment in layout.segments])
 
 
 def pieces_of(shard: torch.Tensor, layout: FlatLayout) -> TensorGroup:
     """The piece of each segment in `shard` (1-D), as views; `shard` itself if there is one segment."""
-    return _parts(shard, layout.pieces_in_shard)
+    return _slices(shard, layout.pieces_in_shard)
 
 
 def own_pieces_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ def shard_of(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _parts(flat: torch.Tensor, spans: Sequence[Span]) -> TensorGroup:
+def _slices(flat: torch.Tensor, spans: Sequence[Span]) -> TensorGroup:
     found = [span for span in spans if not span.is_empty] or spans[:1]
     return TensorGroup([flat] if len(spans) == 1 else [flat.narrow(0, span.start, span.numel) for span in found])
 
@@ -96,7 +96,7 @@ class ShardViews:
 
     Attributes:
         views: for each leaf its view of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
-        shown: the parameters that show their places in the shard at rest, each with its view; none, or one for each.
+        shown: the parameters that show their pieces of the shard at rest, each with its view; none, or one for each.
         pieces: the shard's piece of each segment. [Note: pieces]
         empty: a tensor without elements, in the compute dtype, on the compute device.
     """
@@ -146,7 +146,7 @@ class ShardViews:
         return [*self._present], [pieces[k] for k in self._kept]
 
     def replaced(self) -> list[int]:
-        """The leaves whose parameters do not show their places in the shard although they should: users replaced their
+        """The leaves whose parameters do not show their pieces of the shard although they should: users replaced their
         `.data`."""
         found = self._facts(self._parameters)
         if found == self._expected:

@@ -75,10 +75,10 @@ class ParamRef:
     @property
     def is_packed(self) -> bool:
         """Whether the parameter must stay bitwise unchanged. [Note: packed bytes]"""
-        holders: list[nn.Parameter | nn.Module | None] = [self.leaf]
+        marked: list[nn.Parameter | nn.Module | None] = [self.leaf]
         if self.attribute == "weight":
-            holders.append(self.module_ref())
-        return not self.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in holders)
+            marked.append(self.module_ref())
+        return not self.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in marked)
 
     @property
     def current(self) -> object:

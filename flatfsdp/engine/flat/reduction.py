@@ -41,13 +41,13 @@ class ReductionInput:
         buffer: the input: shape (padded_numel,), reduce dtype. It belongs to the reduction until `free_buffer`
             has given it back; then it is None.
         segments: the parts of the buffer that are reduced, while it exists. [Note: pieces]
-        shares_unsharded_buffer: whether the buffer is the parameters' place.
+        shares_unsharded_buffer: whether the buffer is that of the unsharded parameters.
         scale: the factor that the result must still be multiplied by.
         earlier: a partial sum that is added between the stages.
         hook: runs on the sum of both, before it is scaled; returns a work to wait for, if any.
         downloads: whether the result is copied to the host, which waits for nothing else.
         residuals: the errors of earlier reductions, if they lose bits.
-        reduction: the exchange that includes this part; None until that is issued.
+        reduction: the exchange that includes it; None until that is issued.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` finishes.
         in_place: whether the result lies in the buffer; bytes: its size otherwise.
         downloaded: the scaled result in host memory, in the optimizer's dtype; None if it is not copied there.
@@ -109,7 +109,7 @@ class ReductionInput:
     def wait(self) -> torch.Tensor:
         """The summed and scaled gradient of the shard. Collective over the replicate axis."""
         assert self.reduction is not None
-        if self.reduction.parts:
+        if self.reduction.inputs:
             self.reduction.finish()
         if not self._downloading.done:
             self._downloading.wait()
@@ -126,7 +126,7 @@ class ReductionInput:
         """Wait for the stages that were issued, and drop the result."""
         self.hook = None
         self.downloads = False
-        if self.reduction is None:  # another part of it failed
+        if self.reduction is None:  # another input of it failed
             self.release_buffer()
             return
         self.reduction.replicate = None
@@ -137,7 +137,7 @@ class Reduction:
     """One exchange of gradients: those of one handle, or coalesced those of several small ones. [Note: coalescing]
 
     Attributes:
-        parts: the gradients; empty when they have been reduced.
+        inputs: the gradients; empty when they have been reduced.
         replicate: the reducer for the second stage until that is issued; None if there is no stage left to issue.
         input_is_released: the first stage was waited for.
         advances_in_waits: whether that stage progresses only while ranks wait, so that a later wait hides nothing.
@@ -145,7 +145,7 @@ class Reduction:
 
     def __init__(
         self,
-        parts: Sequence[ReductionInput],
+        inputs: Sequence[ReductionInput],
         scatter: Reducer,
         replicate: Reducer | None,
         stream: Stream,
@@ -154,10 +154,10 @@ class Reduction:
         coalesced: bool = False,
     ) -> None:
         """Issue the first stage. Collective over its axis; `across` is the replicate axis's stream."""
-        self.parts = parts
-        first = parts[0]
+        self.inputs = inputs
+        first = inputs[0]
         if first.residuals is not None:
-            residuals = [part.residuals for part in parts if part.residuals is not None]
+            residuals = [each.residuals for each in inputs if each.residuals is not None]
             scatter = first.residuals.compensated(scatter, residuals)
             replicate = first.residuals.compensated(replicate, residuals) if replicate is not None else None
         self.replicate = replicate
@@ -167,7 +167,7 @@ class Reduction:
         self.input_is_released = False
         assert first.buffer is not None
         full = first.buffer.tensor
-        sizes = [part.handle.layout.shard_numel for part in parts] if coalesced else []
+        sizes = [each.handle.layout.shard_numel for each in inputs] if coalesced else []
         numel = sum(sizes) if coalesced else first.handle.layout.shard_numel
         first.in_place = not coalesced and first.handle.is_unsharded_at_rest
         if first.in_place:
@@ -179,23 +179,23 @@ class Reduction:
                 free_held()
                 self._result = full.new_empty(numel)
         if coalesced:
-            for part, piece in zip(parts, self._result.split(sizes), strict=True):
-                part.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
+            for each, piece in zip(inputs, self._result.split(sizes), strict=True):
+                each.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
         else:
             first.result = self._result
         tracker = first.handle.tracker
         if self._result.nbytes >= tracker.advised_from and self._result is not full:
             tracker.advise(self._result)
-        for part in parts:  # before anything can fail: allocated results are found and discarded through their parts
-            part.reduction = self
-            part.bytes = 0 if part.in_place else part.result.nbytes
-            part.handle.tracker.add("reduced", part.bytes)
+        for each in inputs:  # before anything can fail: allocated results are found and discarded through the inputs
+            each.reduction = self
+            each.bytes = 0 if each.in_place else each.result.nbytes
+            each.handle.tracker.add("reduced", each.bytes)
         if stream.is_stream:
             stream.follow_compute()
         if first.in_place:
             self._first = self._all_reduce()
         elif coalesced or first.segments[1:]:
-            segments = TensorGroup.join([part.segments for part in parts]) if coalesced else first.segments
+            segments = TensorGroup.join([each.segments for each in inputs]) if coalesced else first.segments
             self._first = scatter.reduce_scatter_coalesced(self._result, segments, stream)
             if first.handle.is_unsharded_at_rest:
                 self._first.wait()  # a copy, without a message
@@ -217,18 +217,18 @@ class Reduction:
         first, self._first = self._first, DONE  # one that fails is not waited for again
         first.wait()
         self._second = self._all_reduce()
-        for part in self.parts:
-            part.release_buffer()
+        for each in self.inputs:
+            each.release_buffer()
 
     def _all_reduce(self) -> PendingWork:
         """Sum the result and the earlier partial sum over replicas, once."""
         added: list[torch.Tensor] = []
-        for part in self.parts:
-            if part.earlier is not None:
+        for each in self.inputs:
+            if each.earlier is not None:
                 with self._stream.running():
-                    part.result.add_(part.earlier)
-                added.append(part.earlier)
-                part.earlier = None
+                    each.result.add_(each.earlier)
+                added.append(each.earlier)
+                each.earlier = None
         if added:
             self._added = self._stream.pending(self._result, *added)
         replicate, self.replicate = self.replicate, None
@@ -240,7 +240,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for both stages, and run the hooks. Collective over the replicate axis, and over the axes of hooks."""
-        if not self.parts:
+        if not self.inputs:
             return
         if not self.input_is_released:
             self.release_input()
@@ -249,20 +249,20 @@ class Reduction:
         second, self._second = self._second, DONE
         if not second.done:
             second.wait()
-        if len(self.parts) > 1 and not any(part.downloads for part in self.parts):
-            scales = {part.scale for part in self.parts}
+        if len(self.inputs) > 1 and not any(each.downloads for each in self.inputs):
+            scales = {each.scale for each in self.inputs}
             if len(scales) == 1 and scales != {1.0}:
                 self._result.mul_(scales.pop())
-                for part in self.parts:
-                    part.scale = 1.0
-        for part in self.parts:
-            if part.hook is not None or part.downloads:
-                part.finish(self._stream)
-        self.parts = ()  # they refer to this object: in a cycle, gradients would live until the collector runs
+                for each in self.inputs:
+                    each.scale = 1.0
+        for each in self.inputs:
+            if each.hook is not None or each.downloads:
+                each.finish(self._stream)
+        self.inputs = ()  # they refer to this object: in a cycle, gradients would live until the collector runs
 
 
-def release_inputs(parts: Iterable[ReductionInput]) -> None:
+def release_inputs(inputs: Iterable[ReductionInput]) -> None:
     """Wait for the first stages, to free their inputs."""
-    for part in parts:
-        if part.reduction is not None:
-            part.reduction.release_input()
+    for each in inputs:
+        if each.reduction is not None:
+            each.reduction.release_input()

@@ -34,7 +34,7 @@ class UnshardedParam:
     Attributes:
         flat: 1-D and padded.
         buffer: its memory; None if it is the shard itself.
-        layout: the places of the parameters in it, or of the tensors gathered for them.
+        layout: the positions of the parameters in it, or of the tensors gathered for them.
         segments: the parts of it that are gathered, since it first had memory. [Note: pieces]
         views: the parameters as N-D views of it, once it was filled; shown: each leaf with its view.
         source: the shard as its source; filled_from: the source of the last fill.
@@ -112,8 +112,8 @@ class ShardSource(UnshardSource):
     def __init__(
         self, pieces: list[torch.Tensor], dtype: torch.dtype, transport: Transport, *, copies: bool, offload: bool
     ) -> None:
-        """`pieces`: of the shard, one for each segment; if `copies`, a single one is first copied to its place in the
-        unsharded buffer."""
+        """`pieces`: of the shard, one for each segment; if `copies`, a single one is first copied to its position in
+        the unsharded buffer."""
         self.dtype = dtype
         self.transport = transport
         self.reads_host = offload
@@ -122,7 +122,7 @@ class ShardSource(UnshardSource):
             self.pieces = pieces
 
     def fill(self, unsharded: UnshardedParam, stream: Stream) -> PendingWork:
-        """Copy the only piece to its place, and gather from there."""
+        """Copy the only piece to its position, and gather from there."""
         segment, start = unsharded.segments[0], self.transport.group.rank * self._only.numel()
         with stream.running():
             own = segment[start : start + self._only.numel()].copy_(self._only, non_blocking=True)

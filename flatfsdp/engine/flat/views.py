@@ -45,8 +45,8 @@ def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) 
     """Give each of `leaves` the class that `classes` has for its class."""
     found = list(map(type, leaves))
     if found.count(found[0]) != len(found):
-        for leaf, kind in zip(leaves, found, strict=True):
-            leaf.__class__ = classes[kind]
+        for leaf, cls in zip(leaves, found, strict=True):
+            leaf.__class__ = classes[cls]
     elif (changed := classes[found[0]]) is not found[0]:  # one lookup for all: nearly always one class
         for leaf in leaves:
             leaf.__class__ = changed
@@ -102,7 +102,7 @@ class ParamViews:
         """Record the classes of the leaves, which are plain now, and those that they have while they refuse to be
         used."""
         self._plain: list[type] = [ORIGINAL[type(leaf)] for leaf in self.handle.leaves]
-        self._refusing: list[Any] = [self._hidden[kind] for kind in self._plain]
+        self._refusing: list[Any] = [self._hidden[cls] for cls in self._plain]
 
     def _lay_out(self) -> None:
         """Let users' parameters and the flat parameter show the shard, and leaves too if it is the unsharded parameter;

@@ -140,7 +140,7 @@ class WriteTracker:
             self._saved = self.known = list(map(VERSION, self._leaves))
 
     def on_overwrite(self, indices: Collection[int]) -> None:
-        """Before the places of these parameters are overwritten: make autograd refuse saved views of them."""
+        """Before the memory of these parameters is overwritten: make autograd refuse saved views of them."""
         self.known = list(self.known)
         for i in indices:
             self.known[i] += 1
@@ -158,8 +158,8 @@ class WriteTracker:
             return
         at_rest = list(map(_NEXT, self.known))
         if found != at_rest:
-            rows = zip(found, self._saved, at_rest, strict=True)
-            self._saved = [saved if version == rest else version for version, saved, rest in rows]
+            entries = zip(found, self._saved, at_rest, strict=True)
+            self._saved = [saved if version == known else version for version, saved, known in entries]
         self.known = self._saved
         _torch.set_versions(tuple(self._leaves), tuple(self.known))
 

@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
         modules: the entries: the given modules, without those that are inside others of these.
-        holder: the one, or a list of them.
+        root: the one, or a list of them.
         policy: the one of mixed precision, as given.
         mesh: the ranks over which the modules are sharded.
         placed: the dimension along which each parameter is split, and the ranks over which it is split.
@@ -38,7 +38,7 @@ class Call:
     """
 
     modules: list[nn.Module]
-    holder: nn.Module
+    root: nn.Module
     config: Config
     output_dtype: torch.dtype | None
     policy: Any
@@ -84,26 +84,26 @@ def check_call(
     ignored = _ignored(ignored_params)
     require_process_group(CALL)
     chosen = ChosenMesh.of(mesh, dp_mesh_dims)
-    holder = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    _check_parameters(holder, ignored)
-    placed = placements_of(holder, shard_placement_fn, ignored, chosen)
-    on_meta = any(p.is_meta for p in holder.parameters()) and not materializes
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    _check_parameters(root, ignored)
+    placed = placements_of(root, shard_placement_fn, ignored, chosen)
+    on_meta = any(p.is_meta for p in root.parameters()) and not materializes
     config = check_arguments(
-        holder,
+        root,
         sharding_strategy=chosen.strategy,
         cpu_offload=offload,
         mixed_precision=precision,
         device_id=torch.device(chosen.mesh.device_type),
-        ignored_states=[p for p in holder.parameters() if p in ignored] or None,
+        ignored_states=[p for p in root.parameters() if p in ignored] or None,
         device_mesh=chosen.mesh,
         check_values="off" if on_meta else "warn",
         reshard_after_forward=reshard_after_forward,
         layout="rows",
         **others,
     )
-    _check_on_meshes(holder, placed)
-    check_grains(holder, grains_in(holder, layout, config), placed)
-    return Call(modules, holder, config, output_dtype, policy, chosen, placed, materializes, island)
+    _check_on_meshes(root, placed)
+    check_grains(root, grains_in(root, layout, config), placed)
+    return Call(modules, root, config, output_dtype, policy, chosen, placed, materializes, island)
 
 
 def _modules(given: Any) -> list[nn.Module]:
@@ -155,8 +155,8 @@ def _ignored(given: Any) -> set[nn.Parameter]:
     return set(found)
 
 
-def _check_parameters(holder: nn.Module, ignored: set[nn.Parameter]) -> None:
-    for name, parameter in holder.named_parameters():
+def _check_parameters(root: nn.Module, ignored: set[nn.Parameter]) -> None:
+    for name, parameter in root.named_parameters():
         if parameter in ignored:
             continue
         check_shardable(name, parameter)
@@ -167,8 +167,8 @@ def _check_parameters(holder: nn.Module, ignored: set[nn.Parameter]) -> None:
             )
 
 
-def _check_on_meshes(holder: nn.Module, placed: Mapping[nn.Parameter, tuple[int, ChosenMesh]]) -> None:
+def _check_on_meshes(root: nn.Module, placed: Mapping[nn.Parameter, tuple[int, ChosenMesh]]) -> None:
     """Refuse parameters that do not lie on the mesh of all axes that was given for them."""
-    for name, parameter in holder.named_parameters():
+    for name, parameter in root.named_parameters():
         if parameter in placed and (spmd := placed[parameter][1].spmd) is not None:
             spmd.check(name, parameter)

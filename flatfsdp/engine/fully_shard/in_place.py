@@ -14,9 +14,9 @@ from ...api import MixedPrecision
 from ...errors import ConfigTypeError, did_you_mean, one_rank_warns, refuse_type
 from ..agreement.process_groups import is_first_of, resolve_groups
 from ..config.arguments import check_arguments, own
+from ..dtensor.dtensor_face import DTensorFaces
 from ..dtensor.gather_extensions import ExtendedParam, GatherExtensions
 from ..dtensor.holder_classes import mark
-from ..dtensor.row_face import RowFaces
 from ..dtensor.tensor_parallel import StoredDTensor
 from ..flat.states import SUMMONED
 from ..guards import enclosing_ddp
@@ -44,7 +44,7 @@ def shard(call: Call, front_class: type) -> None:
     dims = _by_path(call, call.dims)
     with one_rank_warns(this_rank=is_first_of(None, call.config.device_mesh)):
         if call.dims:
-            follow_ties(call.holder, (), call.config.ignored_params)  # before memory is laid out in another order
+            follow_ties(call.root, (), call.config.ignored_params)  # before memory is laid out in another order
         orders = orders_of(call.dims)
         front = Front(
             f"{CALL}()",
@@ -57,7 +57,7 @@ def shard(call: Call, front_class: type) -> None:
             call.elsewhere,
             _by_path(call, orders),
         )
-        model = build_unit(call.holder, resolve_groups(call.config), island=call.island, front=front)
+        model = build_unit(call.root, resolve_groups(call.config), island=call.island, front=front)
     enclosing_ddp.watch(front_class)
     for module in call.modules:
         swap_class(module, front_class)
@@ -67,18 +67,18 @@ def shard(call: Call, front_class: type) -> None:
 
 
 def _by_path(call: Call, dims: Mapping[nn.Parameter, int]) -> dict[str, int]:
-    by_path = call.holder.named_parameters(remove_duplicate=False)
+    by_path = call.root.named_parameters(remove_duplicate=False)
     return {path: dims[parameter] for path, parameter in by_path if parameter in dims}
 
 
-def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter], mesh: Any) -> RowFaces:
+def _faces(transformed: Sequence[TransformedParam], leaves: Sequence[nn.Parameter], mesh: Any) -> DTensorFaces:
     """Makes the DTensors of `leaves` on `mesh`, and also on that of tensor parallelism if they lie on one."""
     states = {id(each.leaf): each.state for each in transformed}
     found = [states.get(id(leaf)) for leaf in leaves]
     extended = [each if isinstance(each, ExtendedParam) else None for each in found]
     outer = [one if more is None else more.outer for one, more in zip(found, extended, strict=True)]
     stored = [each if isinstance(each, StoredDTensor) else None for each in outer]
-    return RowFaces(mesh, tuple(stored), tuple(None if each is None else each.hooks for each in extended))
+    return DTensorFaces(mesh, tuple(stored), tuple(None if each is None else each.hooks for each in extended))
 
 
 # -- by a policy -------------------------------------------------------------------------------------------------------

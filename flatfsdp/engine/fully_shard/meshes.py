@@ -108,10 +108,10 @@ class ChosenMesh:
                 raise ConfigValueError(f"{argument}: got {info!r}, which names no dimension to shard over")
             return chosen
         assert mesh is not None
-        places = (getattr(info, "replicate_mesh_dim", None), info.shard_mesh_dim)
-        if places != ((None, 0) if mesh.ndim == 1 else (0, 1)):
+        found = (getattr(info, "replicate_mesh_dim", None), info.shard_mesh_dim)
+        if found != ((None, 0) if mesh.ndim == 1 else (0, 1)):
             raise ConfigValueError(
-                f"{argument}: got dimensions (replicate, shard) {places} of a {mesh.ndim}-D mesh. Accepted: {_INFO}"
+                f"{argument}: got dimensions (replicate, shard) {found} of a {mesh.ndim}-D mesh. Accepted: {_INFO}"
             )
         return cls.of(mesh, None, argument=argument)
 
@@ -166,8 +166,8 @@ def _spmd_mesh(given: Any, dims: Any, argument: str) -> SpmdMesh:
         raise ConfigValueError(f"dp_mesh_dims: got {missing[0]!r}. Accepted: names of dimensions of the mesh, {names}")
     if len({*shard, *replicate}) < len(shard) + len(replicate) or not (shard or replicate):
         refuse_value("dp_mesh_dims", dims, "each dimension once, for shard or for replicate; at least one")
-    places = [names.index(name) for name in shard]
-    if places != list(range(places[0], places[0] + len(places))) if len(places) > 1 else False:
+    numbers = [names.index(name) for name in shard]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))) if len(numbers) > 1 else False:
         raise ConfigValueError(
             f"dp_mesh_dims: got shard={shard!r} of a mesh with dimensions {names}. Dimensions that become one axis of "
             "shards must be adjacent in the mesh, in its order"

@@ -29,9 +29,9 @@ ARGUMENT = "shard_placement_fn"
 
 
 def placements_of(
-    holder: nn.Module, chosen: Any, ignored: Collection[nn.Parameter], default: ChosenMesh
+    root: nn.Module, chosen: Any, ignored: Collection[nn.Parameter], default: ChosenMesh
 ) -> dict[nn.Parameter, tuple[int, ChosenMesh]]:
-    """The dimension along which each parameter in `holder` that no unit owns is to be split, and over which ranks, as
+    """The dimension along which each parameter in `root` that no unit owns is to be split, and over which ranks, as
     the user-defined `chosen` returns; 0 and `default` if `chosen` is None or returns None. It is called once for
     each of them.
 
@@ -41,7 +41,7 @@ def placements_of(
     if chosen is not None and not callable(chosen):
         refuse_type(ARGUMENT, chosen, "None, or a callable (parameter) -> Shard or None")
     placed, meshes = {}, [default]
-    for name, parameter in holder.named_parameters():
+    for name, parameter in root.named_parameters():
         if parameter in ignored or owner_of(parameter) is not None:
             continue
         placement: Any = None if chosen is None else chosen(parameter)
@@ -58,8 +58,8 @@ def placements_of(
     return placed
 
 
-def grains_in(holder: nn.Module, given: Any, config: Config) -> ChosenGrains:
-    """The grains of parameters in `holder`, as the user-defined `given` has them; none for None.
+def grains_in(root: nn.Module, given: Any, config: Config) -> ChosenGrains:
+    """The grains of parameters in `root`, as the user-defined `given` has them; none for None.
 
     Raises:
         ConfigTypeError, ConfigValueError, UsageError: as `chosen_grains`.
@@ -69,14 +69,12 @@ def grains_in(holder: nn.Module, given: Any, config: Config) -> ChosenGrains:
     if not isinstance(given, Mapping) and (not callable(given) or isinstance(given, type)):
         accepted = "None, a mapping from names or modules to grains, or a callable (name, parameter) -> grain"
         refuse_type("layout", given, accepted)
-    chosen = chosen_grains(holder, config.replace(layout=given))
+    chosen = chosen_grains(root, config.replace(layout=given))
     assert isinstance(chosen, ChosenGrains)
     return chosen
 
 
-def check_grains(
-    holder: nn.Module, grains: ChosenGrains, placed: Mapping[nn.Parameter, tuple[int, ChosenMesh]]
-) -> None:
+def check_grains(root: nn.Module, grains: ChosenGrains, placed: Mapping[nn.Parameter, tuple[int, ChosenMesh]]) -> None:
     """Refuse to split `placed` parameters inside of their grains. Ranks have the rows of a DTensor that `torch.chunk`
     gives them, since no placement describes others: there is nothing to plan.
 
@@ -84,7 +82,7 @@ def check_grains(
         ConfigValueError: a cut lies inside of a grain.
     """
     grain_of = {module._parameters[attribute]: grain for (module, attribute), grain in grains.items()}
-    for name, parameter in holder.named_parameters() if grain_of else ():
+    for name, parameter in root.named_parameters() if grain_of else ():
         if parameter not in placed or (grain := grain_of.get(parameter)) is None:
             continue
         dim, mesh = placed[parameter]

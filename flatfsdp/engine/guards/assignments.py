@@ -201,7 +201,7 @@ _without_values: weakref.WeakKeyDictionary[FlatParamHandle, frozenset[int]] = we
 
 
 def without_values(handle: FlatParamHandle) -> frozenset[int]:
-    """The leaves of `handle` whose places in the shard came from the meta device, and have no values yet."""
+    """The leaves of `handle` whose pieces of the shard came from the meta device, and have no values yet."""
     return _without_values.get(handle, frozenset())
 
 
@@ -230,7 +230,7 @@ def _store(views: ParamViews, index: int, value: torch.Tensor, what: str) -> Non
 
 
 def _check_fits(handle: FlatParamHandle, index: int, value: torch.Tensor, what: str) -> None:
-    """Refuse a `value` for leaf `index` that fits neither its place in the shard nor the whole parameter."""
+    """Refuse a `value` for leaf `index` that fits neither its piece of the shard nor the whole parameter."""
     view, spec = handle.at_rest.views[index], handle.layout.params[index]
     if value.dtype != view.dtype:
         raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")

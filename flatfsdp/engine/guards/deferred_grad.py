@@ -52,7 +52,7 @@ class DeferredGradFlatParameter(_DeferredGrad, FlatParameter):
 
 
 _WHILE_AWAITED: dict[type, type] = {nn.Parameter: DeferredGradParameter, FlatParameter: DeferredGradFlatParameter}
-_AFTERWARDS = {awaited: kind for kind, awaited in _WHILE_AWAITED.items()}
+_AFTERWARDS = {awaited: cls for cls, awaited in _WHILE_AWAITED.items()}
 
 ARRIVALS: dict[int, weakref.ref[PendingGradients]] = {}  # by id of the parameter; empty: nothing is awaited
 
@@ -81,8 +81,8 @@ class PendingGradients:
         parameters, finish = self._parameters, self._finish
         del self._parameters, self._finish  # and the sum, which is not a `.grad` if it was added to one
         for parameter in parameters:
-            if (kind := _AFTERWARDS.get(type(parameter))) is not None:
-                parameter.__class__ = kind
+            if (cls := _AFTERWARDS.get(type(parameter))) is not None:
+                parameter.__class__ = cls
         try:
             finish()
         except BaseException:

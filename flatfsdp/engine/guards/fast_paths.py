@@ -31,9 +31,9 @@ def keep_out(modules: Iterable[nn.Module]) -> None:
 
 def keep_out_inside(units: Sequence[Unit]) -> None:
     """Remove these hooks from entries of `units`, all of a model, that are not inside of such layers."""
-    outermost, *rest = units[-1].entries.first.modules()
+    outermost, *inner = units[-1].entries.first.modules()
     inside: set[nn.Module] = set()
-    for layer in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoderLayer)]:
+    for layer in [each for each in (outermost, *inner) if isinstance(each, nn.TransformerEncoderLayer)]:
         inside.update(each for each in layer.modules() if each is not layer)
     apart = {entry for unit in units for entry in unit.entries}
     for entry in apart - inside - {outermost}:
@@ -42,6 +42,6 @@ def keep_out_inside(units: Sequence[Unit]) -> None:
             del found[key]
     if inside := inside & apart:
         keep_out(inside)
-        for encoder in [each for each in (outermost, *rest) if isinstance(each, nn.TransformerEncoder)]:
+        for encoder in [each for each in (outermost, *inner) if isinstance(each, nn.TransformerEncoder)]:
             # An encoder makes nested tensors of its input if it expects its layers to take the fast path.
             encoder.use_nested_tensor = encoder.use_nested_tensor and inside.isdisjoint(encoder.modules())

@@ -17,7 +17,7 @@ from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
 from .assignments import abandon
 
-Place = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its own
+LeafKey = tuple[Unit, int, int]  # a leaf: its unit, the number of its handle, its own
 
 
 def follow_ties(units: Sequence[Unit]) -> None:
@@ -30,23 +30,23 @@ def follow_ties(units: Sequence[Unit]) -> None:
     changed = [(unit, param_ref) for unit in units for param_ref in ParamRef.changed(unit.param_refs)]
     if not changed:
         return
-    places: dict[int, Place] = {}
-    shown: dict[int, Place] = {}  # by id of the parameter that modules hold at rest
+    keys: dict[int, LeafKey] = {}
+    shown: dict[int, LeafKey] = {}  # by id of the parameter that modules hold at rest
     for unit in units:
         for kind, handle in enumerate(unit.handles):
             for index, leaf in enumerate(handle.leaves):
-                places[id(leaf)] = shown[id(handle.face.holder_of(index))] = unit, kind, index
-    ties: list[tuple[Unit, ParamRef, Place, Place]] = []
+                keys[id(leaf)] = shown[id(handle.face.holder_of(index))] = unit, kind, index
+    ties: list[tuple[Unit, ParamRef, LeafKey, LeafKey]] = []
     owners: dict[Unit, list[Unit]] = {}  # new owning units, by unit
     for unit, param_ref in changed:
         held = param_ref.current
         if isinstance(held, nn.Parameter):
-            before = places[id(param_ref.leaf)]
-            place = shown.setdefault(id(held), before)  # of a new parameter: its first place
-            if _leaf(place) is not param_ref.leaf:
-                _check(unit, param_ref, place, before, owners)
-                owners.setdefault(unit, []).append(place[0])
-                ties.append((unit, param_ref, place, before))
+            before = keys[id(param_ref.leaf)]
+            key = shown.setdefault(id(held), before)  # of a new parameter: the first leaf that it replaced
+            if _leaf(key) is not param_ref.leaf:
+                _check(unit, param_ref, key, before, owners)
+                owners.setdefault(unit, []).append(key[0])
+                ties.append((unit, param_ref, key, before))
     for tie in ties:  # none if one of them is refused
         _tie(*tie)
     for *_, (unit, kind, index) in ties:
@@ -56,15 +56,15 @@ def follow_ties(units: Sequence[Unit]) -> None:
             abandon(unit.views[kind], index)
 
 
-def _leaf(place: Place) -> nn.Parameter:
-    unit, kind, index = place
+def _leaf(key: LeafKey) -> nn.Parameter:
+    unit, kind, index = key
     return unit.handles[kind].leaves[index]
 
 
-def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
-    """Let `param_ref` of `unit` refer to the leaf at `place` instead of the one at `before`."""
-    owner, kind, _ = place
-    made = param_ref.of(_leaf(place))
+def _tie(unit: Unit, param_ref: ParamRef, key: LeafKey, before: LeafKey) -> None:
+    """Let `param_ref` of `unit` refer to the leaf at `key` instead of the one at `before`."""
+    owner, kind, _ = key
+    made = param_ref.of(_leaf(key))
     unit.handles[before[1]].face.leave(param_ref)
     at = next(number for number, each in enumerate(unit.param_refs) if each is param_ref)
     if owner is unit:
@@ -84,8 +84,10 @@ def _tie(unit: Unit, param_ref: ParamRef, place: Place, before: Place) -> None:
     owner.handles[kind].face.put(made)
 
 
-def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place, owners: Mapping[Unit, Sequence[Unit]]) -> None:
-    owner, kind, index = place
+def _check(
+    unit: Unit, param_ref: ParamRef, key: LeafKey, before: LeafKey, owners: Mapping[Unit, Sequence[Unit]]
+) -> None:
+    owner, kind, index = key
     name = owner.entries.fqn(owner.handles[kind].layout.params[index].name)
     where = f"{param_ref.path!r} of unit {unit.label} was tied to {name!r} after fully_shard()"
     remedy = "Tie parameters earlier, and pass their modules to fully_shard() in one call, as a list"
@@ -94,7 +96,7 @@ def _check(unit: Unit, param_ref: ParamRef, place: Place, before: Place, owners:
     ranks = [each.axes.of(each.handles[at]).shard.ranks for each, at in ((owner, kind), (unit, before[1]))]
     if ranks[0] != ranks[1] or unit.groups.shard.ranks != ranks[0]:
         raise UsageError(f"{where}, which is sharded over other ranks. {remedy}")
-    if any(each.leaf is _leaf(of) for of in (place, before) for each in of[0].views[of[1]].extended):
+    if any(each.leaf is _leaf(of) for of in (key, before) for each in of[0].views[of[1]].extended):
         raise UsageError(f"{where}, and one of them is a DTensor before it is sharded, or has gather hooks. {remedy}")
     if unit in _owners_of(owner, owners):
         raise UsageError(f"{where}, whose unit holds parameters of this one, too, so neither comes first. {remedy}")

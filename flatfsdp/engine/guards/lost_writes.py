@@ -178,8 +178,8 @@ def _check_requested(views: ParamViews) -> None:
     apart = handle.unsharded.buffer is not None
     if apart and handle.writes.was_edited:
         _refuse(views, "while they were unsharded by unshard()")
-    rows = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
-    for spec, (leaf, view), piece in rows:
+    entries = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
+    for spec, (leaf, view), piece in entries:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
         grad = own_grad(leaf)
         if unsharded_grad := grad is not None and (apart or grad.shape != piece.shape):
@@ -208,9 +208,9 @@ def _refuse(views: ParamViews, when: str = "between forward and backward", indic
 
 def _replaced(views: ParamViews) -> list[str]:
     """The names of leaves that users have replaced."""
-    rows = enumerate(views.handle.unsharded.shown)
+    shown = enumerate(views.handle.unsharded.shown)
     with as_plain_tensors():
-        found = {i for i, (leaf, view) in rows if any(fact(leaf) != fact(view) for fact in _FACTS)}
+        found = {i for i, (leaf, view) in shown if any(fact(leaf) != fact(view) for fact in _FACTS)}
     if views.left is not Left.SET_ASIDE:  # else they are found at rest
         found |= _displaced(views)
     return [spec.name for i, spec in enumerate(views.handle.layout.params) if i in found]

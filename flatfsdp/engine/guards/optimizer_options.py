@@ -49,16 +49,16 @@ def compare_options(optimizer: torch.optim.Optimizer, models: list[Model]) -> No
     if not known:  # no model has run, or no other rank
         return
     peers = known[0][1]
-    places = {
+    names = {
         id(holder): f"{each.scope} {number} {kind} {position}"
         for model, each in known
         for number, unit in enumerate(model.units)
         for kind, handle in enumerate(unit.handles)
         for position, holder in enumerate(handle.face.holders)
     }
-    held = [[places.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+    held = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
     name = type(optimizer).__name__
-    which = hash63(f"{name} {sorted(place for group in held for place in group)}")
+    which = hash63(f"{name} {sorted(each for group in held for each in group)}")
     _had[which] += 1
     groups: Groups = [
         (f"{hash63(str(those)):x}", _comparable(group))
@@ -130,6 +130,6 @@ def _value(value: object) -> str | None:
     if isinstance(value, (int, float)):
         return f"{float(value):.12g}"
     if isinstance(value, (tuple, list)):
-        parts = [_value(each) for each in value]
-        return f"({', '.join(each for each in parts if each is not None)})" if None not in parts else None
+        values = [_value(each) for each in value]
+        return f"({', '.join(each for each in values if each is not None)})" if None not in values else None
     return None

@@ -51,21 +51,21 @@ class ClassVariants(dict[type, type]):
         self._variant = variant
         ORIGINAL[variant] = nn.Parameter
 
-    def __missing__(self, kind: type) -> type:
-        original = ORIGINAL.get(kind, kind)
-        self[kind] = self._derived(original) if original is kind else self[original]
-        return self[kind]
+    def __missing__(self, cls: type) -> type:
+        original = ORIGINAL.get(cls, cls)
+        self[cls] = self._derived(original) if original is cls else self[original]
+        return self[cls]
 
-    def _derived(self, kind: type) -> type:
+    def _derived(self, cls: type) -> type:
         """The variant of a user-defined class; the class itself if its objects cannot change their class."""
-        if nn.Parameter not in kind.__mro__:
-            return kind
+        if nn.Parameter not in cls.__mro__:
+            return cls
         try:
-            made = types.new_class(f"{self._variant.__name__}Of{kind.__name__}", (self._variant, kind))
-            nn.Parameter.__new__(kind, torch.empty(0)).__class__ = made  # type: ignore[assignment]
+            made = types.new_class(f"{self._variant.__name__}Of{cls.__name__}", (self._variant, cls))
+            nn.Parameter.__new__(cls, torch.empty(0)).__class__ = made  # type: ignore[assignment]
         except (TypeError, RuntimeError):
-            return kind
-        ORIGINAL[made] = kind
+            return cls
+        ORIGINAL[made] = cls
         self[made] = made
         return made
 
@@ -74,12 +74,12 @@ class CopiedAsOriginal:
     """Copies of such an object have the class that the parameter had before."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind = type(self)
-        self.__class__ = ORIGINAL[kind]
+        cls = type(self)
+        self.__class__ = ORIGINAL[cls]
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = kind
+            self.__class__ = cls
 
 
 class WriteTrackedParameter(CopiedAsOriginal, TracksWrites, nn.Parameter):
@@ -443,9 +443,9 @@ def _refuse_in_custom_function(leaf: torch.Tensor) -> None:
 def _check_alike(func: Callable[..., Any], used: Sequence[Any], given: Sequence[Any]) -> None:
     """Refuse operands that would broadcast, as a shard of one element does."""
     lists = [value for value in given if isinstance(value, list)]
-    rows = list(zip(*lists, strict=False)) if lists else [given]
-    for row in rows:
-        shapes = {value.shape for value in row if isinstance(value, torch.Tensor) and value.dim()}
+    calls = list(zip(*lists, strict=False)) if lists else [given]
+    for call in calls:
+        shapes = {value.shape for value in call if isinstance(value, torch.Tensor) and value.dim()}
         if len(shapes) > 1:
             raise UsageError(
                 f"{_refusal(name_of(func), used)}. Its operands have shapes {sorted(map(tuple, shapes))}: shards "

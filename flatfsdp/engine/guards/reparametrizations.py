@@ -71,11 +71,13 @@ def _refusing(function: Callable[..., Any], words: str) -> Callable[..., Any]:
 def _check(module: nn.Module, name: str, parameter: Any) -> None:
     if not name.endswith(_SUFFIX):  # nearly all
         return
-    place = name.removesuffix(_SUFFIX)
+    attribute = name.removesuffix(_SUFFIX)
     unit = owner_of(parameter) if parameter is not None else None
-    if unit is not None and any(each.attribute == place and each.module_ref() is module for each in unit.param_refs):
+    if unit is not None and any(
+        each.attribute == attribute and each.module_ref() is module for each in unit.param_refs
+    ):
         raise UsageError(
-            f"{place!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
+            f"{attribute!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot become "
             f"{name!r}, as torch.nn.utils.prune names a parameter that it replaces. Call it before the module is "
             "sharded. Parameters that were pruned before wrapping are pruned further inside summon_full_params()"
         )

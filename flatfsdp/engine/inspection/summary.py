@@ -170,7 +170,7 @@ def _common(rows: Sequence[tuple[str, ...]], start: int) -> dict[int, str]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Live figures of `model` on this rank: bytes by kind, and the collectives since the last `reset()`.
+    """Live figures of `model` on this rank: bytes by category, and the collectives since the last `reset()`.
 
     Raises:
         UsageError: no module in `model` is wrapped, or `model` is only a part of a larger wrapped model.
@@ -253,15 +253,15 @@ class Stats:
 
     @property
     def bytes_peak(self) -> int:
-        """The peak of the bytes of all kinds together since `reset()`: shards, unsharded parameters, gradients in
+        """The peak of the bytes of all categories together since `reset()`: shards, unsharded parameters, gradients in
         flight, buffers of collectives. It does not include `.grad`, nor memory of the program and its optimizer."""
         return sum(model.resources.tracker.peak_total for model in self._models())
 
     @property
     def bytes_at_peak(self) -> dict[str, int]:
-        """Kind to bytes at that time; their sum is `bytes_peak`.
+        """Category to bytes at that time; their sum is `bytes_peak`.
 
-        Kinds: `shard`, `unsharded`, `post_forward_shard` (of parameters, between forward and backward), `arrived`
+        Categories: `shard`, `unsharded`, `post_forward_shard` (of parameters, between forward and backward), `arrived`
         (large gradients as they arrived, to be reduced in a wider dtype), `slots` (unsharded gradients), `exchange`
         (scratch of a reduction), `staging` (of several small units), `quantized` (data sent in few bits), `residual`
         (their errors), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
@@ -311,9 +311,9 @@ class Stats:
         models = models_of(units)
         for model in models:
             if model.outermost not in units:
-                part, unsharded = units[0].entries.class_name, model.outermost.entries.class_name
+                this, unsharded = units[0].entries.class_name, model.outermost.entries.class_name
                 raise UsageError(
-                    f"stats() of {part}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
+                    f"stats() of {this}, which is a part of the wrapped {unsharded}: bytes and collectives are counted "
                     "for whole models. Pass the outermost module"
                 )
         return models

@@ -94,7 +94,7 @@ class ParamSpec:
     ``stride`` is None for row-major parameters, whose elements are in row-major order in the flat space. A dense
     parameter that is not row-major (channels_last) has its stride here, and its elements are in the order of its own
     memory, so that ``as_strided(shape, stride)`` on its span is the parameter. A row-major stride is normalized to
-    None. A 1x1 convolution in channels_last keeps its stride: kernels read it although no element's place depends on
+    None. A 1x1 convolution in channels_last keeps its stride: kernels read it although no element's position depends on
     it. ``part`` is None unless this is a part of a larger tensor. [Note: parts of wholes]
 
     Raises:
@@ -202,7 +202,7 @@ class FlatLayout:
         >>> layout = FlatLayout.pack([ParamSpec("weight", (2, 3)), ParamSpec("bias", (3,))], world=2, align=4)
         >>> [str(span) for span in layout.spans], layout.numel, layout.shard_numel
         (['[0, 6)', '[8, 11)'], 11, 6)
-        >>> [(layout.params[part.index].name, str(part.in_param), str(part.in_shard)) for part in layout.owned(1)]
+        >>> [(layout.params[own.index].name, str(own.in_param), str(own.in_shard)) for own in layout.owned(1)]
         [('bias', '[0, 3)', '[2, 5)')]
     """
 
@@ -306,8 +306,8 @@ class FlatLayout:
                 raise ConfigValueError(f"expected a rank from 0 to {self.world - 1}, found {rank}")
             starts = [segment.span.start for segment in self.segments]
             cached = self._known["pieces", rank] = tuple(
-                Span(0, place.numel).shift(start + rank * place.numel)
-                for start, place in zip(starts, self.pieces_in_shard, strict=True)
+                Span(0, stored.numel).shift(start + rank * stored.numel)
+                for start, stored in zip(starts, self.pieces_in_shard, strict=True)
             )
         return cached
 
@@ -321,8 +321,8 @@ class FlatLayout:
     def span_in_shard(self, index: int, rank: int) -> Span:
         """The span of parameter ``index`` in the shard of ``rank``; an empty span inside the shard if it has none."""
         segment = self._segment_of[index]
-        piece, place = self.pieces(rank)[segment], self.pieces_in_shard[segment]
-        return piece.intersect(self.spans[index]).shift(place.start - piece.start)
+        piece, stored = self.pieces(rank)[segment], self.pieces_in_shard[segment]
+        return piece.intersect(self.spans[index]).shift(stored.start - piece.start)
 
     def span_in_param(self, index: int, rank: int) -> Span:
         """The elements of parameter `index` that are in the shard of ``rank``; ``[0, 0)`` if there are none."""
@@ -341,14 +341,14 @@ class FlatLayout:
             yield f"{param.name!r} {param.shape} {param.stride} {span}{'' if param.part is None else f' {param.part}'}"
 
     def _cut(self, rank: int) -> Iterator[Owned]:
-        for segment, piece, place in zip(self.segments, self.pieces(rank), self.pieces_in_shard, strict=True):
+        for segment, piece, stored in zip(self.segments, self.pieces(rank), self.pieces_in_shard, strict=True):
             end = segment.members.stop
             index = bisect_right(self._stops, piece.start, segment.members.start, end)
             while index < end and self.spans[index].start < piece.stop:
                 span = self.spans[index]
-                part = span.intersect(piece)
-                if not part.is_empty:
-                    yield Owned(index, part.shift(-span.start), part.shift(place.start - piece.start))
+                own = span.intersect(piece)
+                if not own.is_empty:
+                    yield Owned(index, own.shift(-span.start), own.shift(stored.start - piece.start))
                 index += 1
 
     @cached_property

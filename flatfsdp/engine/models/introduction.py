@@ -54,7 +54,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
     facts.append(("join_units_below", str(join_units_below), True))
     settings = {name: value for axis in own_axes(units) for name, value in axis.settings.items()}
     facts += [(name, value, True) for name, value in settings.items()]
-    places = {unit: str(place) for place, unit in enumerate(units)}
+    numbers = {unit: str(number) for number, unit in enumerate(units)}
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups
         argument, value = fact_of([handle.face for handle in unit.handles])
@@ -70,12 +70,12 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
             (f"{subject}, schedule", "; ".join(unit.options.describe()) or "as built", False),
             (
                 f"{subject}, tied to units in places",
-                ", ".join(places[owning_unit] for owning_unit in unit.owning_units),
+                ", ".join(numbers[owning_unit] for owning_unit in unit.owning_units),
                 False,
             ),
         ]
         for handle, views in zip(unit.handles, unit.views, strict=True):
-            kinds = {id(each.leaf): each.describe() for each in transformed_in(views)}
+            forms = {id(each.leaf): each.describe() for each in transformed_in(views)}
             over = (
                 f", sharded over {extent_of(unit.axes.elsewhere[handle])} ranks"
                 if handle in unit.axes.elsewhere
@@ -87,7 +87,7 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
                 dtype = str(handle.shard.dtype).removeprefix("torch.")
                 grad = "requires_grad" if leaf.requires_grad else "no requires_grad"
                 stride = "" if spec.stride is None or spec.part is not None else f" strides {spec.stride}"
-                shape = f"{dtype} {spec.whole.shape}{stride}{kinds.get(id(leaf), '')}, {grad}{over}"
+                shape = f"{dtype} {spec.whole.shape}{stride}{forms.get(id(leaf), '')}, {grad}{over}"
                 cut = "" if grain == 1 else f", cut at multiples of {grain:,} elements"
                 facts.append((f"{subject}, parameter {spec.name}", f"{shape}{cut}", False))
             if isinstance(layout, PlannedLayout):
@@ -109,7 +109,7 @@ def _prefetch_of(unit: Unit) -> str:
 def unit_entries(units: Iterable[Unit]) -> list[UnitEntry]:
     """The labels of `units`, and the ranges of their parameters among those of the model."""
     return [
-        UnitEntry(unit.label, range(unit.place.first_parameter, unit.place.first_parameter + _count(unit)))
+        UnitEntry(unit.label, range(unit.position.first_parameter, unit.position.first_parameter + _count(unit)))
         for unit in units
     ]
 

@@ -61,9 +61,9 @@ def check_outermost(unit: Unit, call: str) -> Model:
     """The model of `unit`; raises UsageError for a `call` on any but the outermost unit."""
     model = model_of(unit)
     if model.outermost is not unit:
-        kind = "module of fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel module"
+        what = "module of fully_shard()" if unit.entries.in_place else "FullyShardedDataParallel module"
         raise UsageError(
-            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost {kind} "
+            f"{call} was called on a nested unit ({unit.entries.class_name}); call it on the outermost {what} "
             f"({model.outermost.entries.class_name})"
         )
     return model
@@ -217,7 +217,7 @@ def collective_call(units: Collection[Unit], call: str, *, always: bool = False,
             model.setup.lazy_init()
             if model.iteration.stage in LEFT_BEHIND:  # inside of a context that began at rest
                 model.iteration.leave_backward()
-            indices = [unit.place.index for unit in units if model_of(unit) is model]
+            indices = [unit.position.index for unit in units if model_of(unit) is model]
             calls.enter_context(model.agreement.collective_call(call, indices, always=always))
         yield
 
@@ -250,7 +250,7 @@ def unshard(unit: Unit) -> None:
         if torch.is_grad_enabled():
             for observe in model.observers.training_begins:
                 observe(model.units)
-    model.agreement.check_request(unit.place.index, "unshard")
+    model.agreement.check_request(unit.position.index, "unshard")
     if not iteration.in_forward:
         model.resources.streams.unshard.follow_compute()
     for each in (*unit.owning_units, unit):
@@ -262,7 +262,7 @@ def unshard(unit: Unit) -> None:
         each.kept.by_choice = (at_rest or each.shows_shard) and each.axes.is_spread
         copy_shards(each)
         if each.launch_unshard(ahead=True) and iteration.backward is not None:
-            model.agreement.issued.gathered.append((model.agreement.scope, each.place.index))
+            model.agreement.issued.gathered.append((model.agreement.scope, each.position.index))
         iteration.ahead[each] = None
         if torch.is_grad_enabled():
             iteration.requested[each] = None
@@ -296,7 +296,7 @@ def reshard(unit: Unit) -> None:
             f"reshard() of unit {unit.label}: its parameters are still being read, by its own forward or by a backward "
             "that needs them unchanged. Call it afterwards"
         )
-    model.agreement.check_request(unit.place.index, "reshard")
+    model.agreement.check_request(unit.position.index, "reshard")
     if iteration.is_at_rest:
         unit.guard.end_request(unit, written=True)
     unit.guard.check_left(unit)

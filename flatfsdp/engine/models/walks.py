@@ -66,10 +66,10 @@ def ignored_of(module: nn.Module, config: Config) -> tuple[set[nn.Module], set[n
 
 def param_refs_of(module: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
     """(module, attribute, path) of every parameter registered in `module` outside nested units and ignored modules."""
-    for prefix, holder in modules_of(module, ignored):
-        for attribute, parameter in holder._parameters.items():
+    for prefix, inside in modules_of(module, ignored):
+        for attribute, parameter in inside._parameters.items():
             if parameter is not None:
-                yield holder, attribute, fqn(prefix, attribute)
+                yield inside, attribute, fqn(prefix, attribute)
 
 
 def register_leaves(unit: Unit) -> None:
@@ -88,7 +88,7 @@ def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
 
 
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
-    """The path of every parameter of `units` in their model, by the ids of its leaf and its holder."""
+    """The path of every parameter of `units` in their model, by the ids of its leaf and its inside."""
     return {
         id(parameter): unit.entries.fqn(spec.name)
         for unit in units

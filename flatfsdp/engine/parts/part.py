@@ -57,11 +57,11 @@ class Part:
         """The blocks of the whole that make up the block of the part with these offsets and sizes, each as (offsets in
         the whole, sizes, offsets in the block)."""
         sides = zip(self.ranges, offsets, sizes, strict=True)
-        for places in product(*(list(_within(ranges, offset, size)) for ranges, offset, size in sides)):
+        for found in product(*(list(_within(ranges, offset, size)) for ranges, offset, size in sides)):
             yield (
-                tuple(whole for whole, _, _ in places),
-                tuple(length for _, length, _ in places),
-                tuple(inside for _, _, inside in places),
+                tuple(whole for whole, _, _ in found),
+                tuple(length for _, length, _ in found),
+                tuple(inside for _, _, inside in found),
             )
 
 
@@ -81,42 +81,42 @@ def _within(ranges: Ranges, offset: int, size: int) -> Iterator[tuple[int, int, 
         start += length
 
 
-def chunk(ranges: Ranges, count: int, place: int) -> Ranges:
-    """Chunk `place` of the `count` chunks of `ranges`, divided like by torch.chunk: the last ones may be shorter, or
-    empty."""
+def shard(ranges: Ranges, count: int, index: int) -> Ranges:
+    """Shard `index` of the `count` shards of `ranges`, as `Shard()` of a DTensor and torch.chunk divide: the last ones
+    may be shorter, or empty."""
     total = sum(length for _, length in ranges)
     size = -(-total // count)
-    return joined((whole, length) for whole, length, _ in _within(ranges, place * size, size))
+    return joined((whole, length) for whole, length, _ in _within(ranges, index * size, size))
 
 
-def strided_chunk(ranges: Ranges, count: int, place: int, split_factor: int) -> Ranges:
-    """The ranges that remain if each of `split_factor` chunks of `ranges` is divided into `count` chunks again, and
-    chunk `place` of each is taken."""
+def strided_shard(ranges: Ranges, count: int, index: int, split_factor: int) -> Ranges:
+    """The ranges that remain if each of `split_factor` shards of `ranges` is divided into `count` again, and number
+    `index` of each is taken."""
     return joined(
-        each for outer in range(split_factor) for each in chunk(chunk(ranges, split_factor, outer), count, place)
+        each for outer in range(split_factor) for each in shard(shard(ranges, split_factor, outer), count, index)
     )
 
 
-def cut(ranges: Ranges, count: int, place: int, split_factor: int | None) -> Ranges:
-    """`chunk`, or `strided_chunk` with a `split_factor`."""
-    return chunk(ranges, count, place) if split_factor is None else strided_chunk(ranges, count, place, split_factor)
+def cut(ranges: Ranges, count: int, index: int, split_factor: int | None) -> Ranges:
+    """`shard`, or `strided_shard` with a `split_factor`."""
+    return shard(ranges, count, index) if split_factor is None else strided_shard(ranges, count, index, split_factor)
 
 
 @lru_cache(maxsize=1024)
 def shown_elsewhere(size: int, cuts: tuple[tuple[int, int | None], ...], last: int) -> tuple[int, ...] | None:
-    """A place that gets other elements of `size` if `cuts` (each a count and a split factor) are made in order than if
-    number `last` of them is made at the end, into chunks; None if there is no such place."""
+    """The coordinates of a rank that gets other elements of `size` if `cuts` (each a count and a split factor) are made
+    in order than if number `last` of them is made at the end, into `Shard()`s; None if there is no such rank."""
     others = [i for i in range(len(cuts)) if i != last]
     if size % prod(cuts[i][0] for i in others) == 0:
         return None  # `last` cuts pieces of one size
-    for places in product(*(range(count) for count, _ in cuts)):
+    for coordinates in product(*(range(count) for count, _ in cuts)):
         shown = held = joined([(0, size)])
         for i, (count, split_factor) in enumerate(cuts):
-            shown = cut(shown, count, places[i], split_factor)
+            shown = cut(shown, count, coordinates[i], split_factor)
         for i in others:
-            held = cut(held, cuts[i][0], places[i], cuts[i][1])
-        if shown != chunk(held, cuts[last][0], places[last]):
-            return places
+            held = cut(held, cuts[i][0], coordinates[i], cuts[i][1])
+        if shown != shard(held, cuts[last][0], coordinates[last]):
+            return coordinates
     return None
 
 

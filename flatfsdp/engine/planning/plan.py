@@ -59,13 +59,13 @@ def plan(
     if world <= 1 or all(grain == 1 for _, grain in items):
         packed = FlatLayout.pack(params, world=world, align=align, pad_total=True)
         members = zip(packed.spans, params, items, strict=True)
-        places = [(span.start, param, grain) for span, param, (_, grain) in members]
-        return PlannedLayout.of_pieces([(packed.shard_numel, places)], world=world, align=align)
+        offsets = [(span.start, param, grain) for span, param, (_, grain) in members]
+        return PlannedLayout.of_pieces([(packed.shard_numel, offsets)], world=world, align=align)
     if align < 1:
         raise ConfigValueError(f"expected align of at least 1, found {align}")
     return PlannedLayout.of_pieces(
         (
-            (segment.piece, [(first, params[index], items[index][1]) for first, index in segment.places])
+            (segment.piece, [(first, params[index], items[index][1]) for first, index in segment.offsets])
             for segment in _search(items, world, align)
         ),
         world=world,
@@ -132,36 +132,36 @@ class _Segment:
     Attributes:
         piece: elements of each rank's piece.
         gaps: the intervals without parameters, in order.
-        places: (first element, index) of each parameter.
+        offsets: (first element, index) of each parameter.
     """
 
     piece: int
     align: int
     gaps: list[tuple[int, int]]
-    places: list[tuple[int, int]] = field(default_factory=list)
+    offsets: list[tuple[int, int]] = field(default_factory=list)
 
     def put(self, index: int, item: Item, gap: int, first: int) -> None:
         """Place a parameter in a gap."""
         start, stop = self.gaps[gap]
         end = first + item[0]
         self.gaps[gap : gap + 1] = [each for each in ((start, first), (end, stop)) if each[0] < each[1]]
-        self.places.append((first, index))
+        self.offsets.append((first, index))
 
     def pour(self, index: int, item: Item) -> bool:
         """Place a parameter in the first gap that it fits in; False if there is none."""
         if not item[0]:
-            self.places.append((0, index))
+            self.offsets.append((0, index))
             return True
         for gap, (start, stop) in enumerate(self.gaps):
             if stop - start >= item[0]:
-                first = _first_place(start, stop, item, self.piece, self.align)
+                first = _first_fit(start, stop, item, self.piece, self.align)
                 if first is not None:
                     self.put(index, item, gap, first)
                     return True
         return False
 
 
-def _first_place(start: int, stop: int, item: Item, piece: int, align: int) -> int | None:
+def _first_fit(start: int, stop: int, item: Item, piece: int, align: int) -> int | None:
     """The first position for `item` in `[start, stop)` at which pieces end at multiples of its grain."""
     numel, grain = item
     first = _round_up(start, align)
@@ -216,7 +216,7 @@ class _Contents:
             start, stop = segment.gaps[-1] if segment.gaps else (0, 0)
             nearest: tuple[int, int, int] | None = None
             for numel, grain in waiting:
-                first = _first_place(start, stop, (numel, grain), piece, align)
+                first = _first_fit(start, stop, (numel, grain), piece, align)
                 if first is not None and (nearest is None or (first, -grain, -numel) < nearest):
                     nearest = first, -grain, -numel
             if nearest is None or nearest[0] + left > stop:
@@ -277,13 +277,13 @@ def _search(items: tuple[Item, ...], world: int, align: int) -> tuple[_Segment, 
         segments: list[_Segment] = []
         room = below
         for group in groups:
-            rest = _hardest_first(items, group)
-            rest = [index for index in rest if not any(one.pour(index, items[index]) for one in segments)]
-            segment = _smallest(items, rest, world, align, room) if rest else None
+            remaining = _hardest_first(items, group)
+            remaining = [index for index in remaining if not any(one.pour(index, items[index]) for one in segments)]
+            segment = _smallest(items, remaining, world, align, room) if remaining else None
             if segment is not None:
                 segments.append(segment)
                 room -= segment.piece
-            elif rest:
+            elif remaining:
                 break
         else:
             best, shard = segments, sum(segment.piece for segment in segments)
@@ -291,7 +291,7 @@ def _search(items: tuple[Item, ...], world: int, align: int) -> tuple[_Segment, 
             if below * world <= total:
                 break
     for segment in best:
-        segment.places.sort(key=lambda place: (place[0], items[place[1]][0]))
+        segment.offsets.sort(key=lambda each: (each[0], items[each[1]][0]))
     return tuple(best)
 
 

@@ -104,7 +104,7 @@ class InFlightReductions:
     @property
     def input_bytes(self) -> int:
         """The bytes of inputs of the first stages."""
-        return sum([part.input_bytes for reduction in self.reductions for part in reduction.parts])
+        return sum([each.input_bytes for reduction in self.reductions for each in reduction.inputs])
 
     def release_input(self) -> None:
         """Wait for the first stages, free their inputs and issue the second. Collective over the replicate axis."""
@@ -234,7 +234,7 @@ class Backward:
                     elif not units[0].launch_unshard(ahead=verb == "ahead"):
                         continue
                     for unit in units:
-                        self.agreement.issued.gathered.append((self.agreement.scope, unit.place.index))
+                        self.agreement.issued.gathered.append((self.agreement.scope, unit.position.index))
                 elif verb == "close":
                     units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "reduce":
@@ -249,7 +249,7 @@ class Backward:
                     self._in_flight = newer, InFlightReductions(units, issued, any(map(_ADVANCES_IN_WAITS, issued)))
                     self.reduced += units
                     for unit in units:
-                        self.agreement.issued.reduced.append((self.agreement.scope, unit.place.index))
+                        self.agreement.issued.reduced.append((self.agreement.scope, unit.position.index))
                     if self.finisher.acts_early:
                         self._finish_early(older)  # overlaps with the reduction just issued
                 elif verb == "end turn":

@@ -190,7 +190,7 @@ class BackwardHooks:
             self.iteration.turns.check_backward_inside()
         setup, sync = self.setup, self.sync
         retained = tuple(
-            unit.place.index
+            unit.position.index
             for unit in setup.units
             if unit.kept.retain is not None
             and any(handle.kept_source is not None and handle.kept_source.as_of_forward for handle in unit.handles)
@@ -335,7 +335,7 @@ class BackwardHooks:
             return
         if not own.completed and (not again or index in grads.missing):  # missing: the part of `own.task` is to come
             own.arrived_in_inner_tasks.add((kind, index))
-        _check_recomputed_part(unit, backward)
+        _check_recomputed_region(unit, backward)
         late_gradients.came(unit, self.of_unit[unit].custom_ran)
 
     def inputs_ready(self, unit: Unit, call: ForwardCall) -> None:
@@ -409,7 +409,7 @@ def _refuse_inside_forward(unit: Unit) -> NoReturn:
     )
 
 
-def _check_recomputed_part(unit: Unit, backward: Backward) -> None:
+def _check_recomputed_region(unit: Unit, backward: Backward) -> None:
     """A part of `unit` that a reentrant checkpoint recomputed brought a gradient."""
     for other in (*unit.owning_units, *unit.alive_sharing_units()):
         fail(UsageError(f"a part of {shared_under_reentrance(unit, other)}"))

@@ -224,7 +224,7 @@ class ForwardDriver:
                     gathered += with_unsharded(each.label)
                 elif not (runs or unit in self.iteration.requested):
                     gathered += STAYED
-        agreement.check_order(unit.place.index, schedule=schedule, gathered=gathered)
+        agreement.check_order(unit.position.index, schedule=schedule, gathered=gathered)
         if first and not agreement.forwards_are_local:
             # These communicate: all ranks are known to be here, and none has gathered yet.
             units = self.setup.units
@@ -362,7 +362,7 @@ class ForwardDriver:
             each.wait_unshard()
         for handle in unit.handles:
             handle.face.follow_requires_grad()
-        self.resources.events.append(("forward", unit.place.name, unit.phase._value_))
+        self.resources.events.append(("forward", unit.position.name, unit.phase._value_))
         outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
         if outermost or unit.built.island or unit.resolved.input_dtype is not None:
             self._substitute(unit, outermost, given)

@@ -156,8 +156,8 @@ class Iteration:
         if self.stage is FORWARD:
             self.enter(IDLE if empty else AWAITING_BACKWARD)
             if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
-                for transport in self._resources.resting:  # the backward gathers nothing
-                    transport.rest()
+                for transport in self._resources.trimmable:  # the backward gathers nothing
+                    transport.trim()
         for each in self.ahead:
             _reshard_unused(each)
         self.ahead.clear()

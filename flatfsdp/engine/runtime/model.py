@@ -23,7 +23,7 @@ from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
 from .unit_collectives import Apart
-from .unit_state import UnitPlace
+from .unit_state import UnitPosition
 
 
 class Model:
@@ -78,8 +78,8 @@ class Model:
     def _take(self, unit: Unit) -> None:
         unit.model = weakref.ref(self)
         unit.resources = self.resources
-        place = unit.place
-        unit.place = UnitPlace(place.name, place.index, place.first_parameter, unit is self.outermost)
+        position = unit.position
+        unit.position = UnitPosition(position.name, position.index, position.first_parameter, unit is self.outermost)
         for handle, _, grads in unit.kinds:
             handle.move_to_tracker(self.resources.tracker)
             if grads.residuals is not None:
@@ -88,15 +88,15 @@ class Model:
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this model, in front of the outermost one. Precondition: none of
         their gradients is pending."""
-        parts = {unit: model_of(unit) for unit in nested}  # these models may keep other units
+        models = {unit: model_of(unit) for unit in nested}  # these models may keep other units
         for units in (self.units, self.setup.units):
             units[:] = [*nested, self.outermost]  # in place: parts of the model have this list
         self.setup.version += 1
-        for part in dict.fromkeys(parts.values()):
-            part.release(nested)
-            self.agreement.loaded |= part.agreement.loaded
-        for unit, part in parts.items():
-            self.backwards.adopt(unit, part.backwards)
+        for each in dict.fromkeys(models.values()):
+            each.release(nested)
+            self.agreement.loaded |= each.agreement.loaded
+        for unit, each in models.items():
+            self.backwards.adopt(unit, each.backwards)
             self._take(unit)
 
     def release(self, taken: list[Unit]) -> None:

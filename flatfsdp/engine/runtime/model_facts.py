@@ -60,10 +60,10 @@ def backward_plan(
     return BackwardPlan(
         sync,
         brings,
-        [unit.place.index for unit in entered],
-        [unit.place.index for unit in anchored],
-        [(unit.place.index, kind) for unit, flags in trained.items() for kind, each in enumerate(flags) if any(each)],
-        sum(bits_of(itertools.chain(*flags)) << unit.place.first_parameter for unit, flags in trained.items()),
+        [unit.position.index for unit in entered],
+        [unit.position.index for unit in anchored],
+        [(unit.position.index, kind) for unit, flags in trained.items() for kind, one in enumerate(flags) if any(one)],
+        sum(bits_of(itertools.chain(*flags)) << unit.position.first_parameter for unit, flags in trained.items()),
         [*retained],
         schedule,
     )
@@ -72,7 +72,7 @@ def backward_plan(
 def lacking_in(unit: Unit) -> int:
     """The parameters of `unit` of which this rank has no gradient in the reduction: one bit for each, as among those of
     the model. [Note: unused]"""
-    bits, start = 0, unit.place.first_parameter
+    bits, start = 0, unit.position.first_parameter
     for grads in unit.grads:
         for index in grads.missing_contributions():
             bits |= 1 << start + index
@@ -82,7 +82,7 @@ def lacking_in(unit: Unit) -> int:
 
 def leave_out(unit: Unit, absent: int) -> None:
     """Record the parameters of `unit` in `absent`, of which no rank has a gradient: they get none."""
-    start = unit.place.first_parameter
+    start = unit.position.first_parameter
     for grads in unit.grads:
         grads.absent = frozenset(i for i in grads.missing_contributions() if absent >> start + i & 1)
         start += len(grads.handle.leaves)

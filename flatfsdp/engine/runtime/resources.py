@@ -53,7 +53,7 @@ class Resources:
     Attributes:
         device, streams, limiter: the compute device, and the orders of execution and of memory there.
         exchanges: the ways in which tensors are exchanged.
-        resting: transports that free memory while they are idle.
+        trimmable: transports that free memory while they are idle.
         tracker, comm_stats, events: bytes by kind, collectives by kind, events.
     """
 
@@ -66,7 +66,7 @@ class Resources:
         self.events = EventLog()
         self.exchanges = exchanges
         self._transports: dict[tuple[int, str | Encoding], Transport] = {}
-        self.resting: list[Transport] = []
+        self.trimmable: list[Transport] = []
         self.streams = Streams(
             _unshard_stream(device, on_callers=False),
             device.new_stream("reduce", high_priority=True),
@@ -81,8 +81,8 @@ class Resources:
         if key not in self._transports:
             made = self.exchanges.transport(axis, self.device, comm_stats=self.comm_stats, tracker=self.tracker)
             self._transports[key] = made
-            if made.rests:
-                self.resting.append(made)
+            if made.trims:
+                self.trimmable.append(made)
         return self._transports[key]
 
     def encoded(self, over: Transport, encoding: Encoding | None) -> Transport:

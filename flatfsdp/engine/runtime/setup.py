@@ -15,7 +15,7 @@ from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
 from .unit_collectives import Apart
-from .unit_state import Resolved, Transports, UnitPlace
+from .unit_state import Resolved, Transports, UnitPosition
 from .user_writes import free_stale
 
 
@@ -71,7 +71,7 @@ class Setup:
         parameters = 0
         for index, unit in enumerate(units):
             name = unit.entries.name(lambda module: names.get(module, ""))
-            unit.place = UnitPlace(name, index, parameters, unit is outermost)
+            unit.position = UnitPosition(name, index, parameters, unit is outermost)
             for handle in unit.handles:
                 handle.name = name
                 parameters += len(handle.leaves)
@@ -107,7 +107,7 @@ class Setup:
         casts = precision.cast_root_forward_inputs if unit in self.entries else precision.cast_forward_inputs
         reshards = chosen.reshard_after_forward
         if reshards is None:  # the outermost unit's backward begins where its forward ends: freeing would gain nothing
-            reshards = unit.built.traits.reshard_after_forward and not unit.place.is_outermost
+            reshards = unit.built.traits.reshard_after_forward and not unit.position.is_outermost
         reducers, whole = {}, []
         for handle in unit.handles:
             transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports

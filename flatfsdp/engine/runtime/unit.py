@@ -43,7 +43,7 @@ from ..flat.states import (
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews, ViewMode
 from .entries import Entries
 from .resources import Resources
-from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitAxes, UnitBackward, UnitPlace, WatchedLeaves
+from .unit_state import BuiltWith, KeptUnsharded, Resolved, UnitAxes, UnitBackward, UnitPosition, WatchedLeaves
 
 _state_of, _requires_grad = attrgetter("state"), attrgetter("requires_grad")  # faster than a generator each time
 
@@ -53,7 +53,7 @@ class Unit:
 
     Attributes:
         entries: the modules whose forward runs it.
-        place: its position in its model.
+        position: in its model.
         handles: one per kind of parameter, none if the unit owns no parameter.
         views, grads: for each handle, the views that its leaves show, and its gradients; kinds: all three.
         param_refs: where modules of this unit hold the handles' leaves; flat_refs: those of flat parameters, in the
@@ -90,7 +90,7 @@ class Unit:
         shared_refs: Sequence[ParamRef] = (),
         guard: Guard = PLAIN,
     ) -> None:
-        self.place = UnitPlace()
+        self.position = UnitPosition()
         self.entries = entries
         self.guard = guard
         self.handles = list(handles)
@@ -130,7 +130,7 @@ class Unit:
     @property
     def label(self) -> str:
         """The name in messages."""
-        return label_of(self.place.name)
+        return label_of(self.position.name)
 
     def _retarget(self, param_refs: Iterable[ParamRef]) -> None:
         """Let `param_refs`, places of parameters as users have them, refer to their leaves."""
@@ -157,10 +157,10 @@ class Unit:
             refuse_step(self.phase, phase, PHASE_STEPS, self.label, self.resources.events)
         self.phase = phase
 
-    def record_event(self, kind: str) -> None:
+    def record_event(self, name: str) -> None:
         """Record an event of this unit."""
         append = self.resources.events.append  # of a deque: faster than a call of a method
-        append((kind, self.place.name, self.phase._value_))
+        append((name, self.position.name, self.phase._value_))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Unit:
             if source.reads_host:
                 resources.limiter.record_upload()
         if sharded:
-            resources.events.append(("gather", self.place.name, self.phase._value_))
+            resources.events.append(("gather", self.position.name, self.phase._value_))
         return bool(sharded)
 
     def prepare_unshard(self, *, ahead: bool) -> list[tuple[FlatParamHandle, UnshardSource]]:
@@ -282,7 +282,7 @@ class Unit:
                 handle.wait_unshard()
                 arrived = True
         if arrived:
-            self.resources.events.append(("gathered", self.place.name, self.phase._value_))
+            self.resources.events.append(("gathered", self.position.name, self.phase._value_))
         for views in self.views:
             if views.mode is not SHOWS_UNSHARDED:
                 views.show(SHOWS_UNSHARDED)
@@ -330,7 +330,7 @@ class Unit:
             elif views.mode is not mode or (mode is SHOWS_SHARD and views.guarded):
                 views.show(mode)
         if freed:
-            self.resources.events.append(("reshard", self.place.name, self.phase._value_))
+            self.resources.events.append(("reshard", self.position.name, self.phase._value_))
 
     def drop_retained(self) -> None:
         """Drop the shards that a feature retained: a later backward gathers over the shard axis."""

@@ -49,8 +49,8 @@ class Apart:
             return self.reduce_coalesced(units)
         (unit,), issued = units, []
         streams, reducers = unit.resources.streams, unit.resolved.reducers
-        for part in inputs_of(unit):
-            issued.append(Reduction([part], *reducers[part.handle], streams.reduce, streams.replicate))
+        for each in inputs_of(unit):
+            issued.append(Reduction([each], *reducers[each.handle], streams.reduce, streams.replicate))
         return issued
 
     def reduce_coalesced(self, units: Sequence[Unit]) -> Sequence[Reduction]:
@@ -70,7 +70,7 @@ def inputs_of(unit: Unit) -> list[ReductionInput]:
                 # Memory is free once the device has passed this unit: before the next gather, unless that is not ahead.
                 unit.resources.limiter.make_room(None, ahead=True)
             break
-    unit.resources.events.append(("reduce", unit.place.name, unit.phase._value_))
+    unit.resources.events.append(("reduce", unit.position.name, unit.phase._value_))
     completes, hook = unit.resolved.completes, unit.options.all_reduce_hook
     made = []
     for grads in unit.grads:  # a comprehension is a call

@@ -1,4 +1,4 @@
-"""The state of one unit: its construction, its axes, its place in the model, the progress of its backward.
+"""The state of one unit: its construction, its axes, its position in the model, the progress of its backward.
 
 [Note: several meshes] Some kinds of a unit, for example experts, may be sharded over other ranks than the rest: they
 are gathered, freed and reduced together with it, each over its own axes, kind after kind in the same order on all
@@ -25,8 +25,8 @@ from ..flat.flat_param import FlatParamHandle
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPlace:
-    """The place of a unit in its model.
+class UnitPosition:
+    """The position of a unit in its model.
 
     Attributes:
         name: path from the model's outermost module, "" for that; of several entries, all of their paths.

@@ -14,9 +14,9 @@ clock, one for each communicator, and never back. Three rules couple them:
    reductions. Ranks may reach units in different orders, or prefetch less: the order of their gathers is fixed before
    the backward.
 
-A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors rest in a graph task inside of this one:
-there all units in use are unsharded, and it is unknown which gradients this rank will compute. The cursor of reductions
-rests, too, as long as the backward brings no gradient of a parameter, on any rank.
+A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors stand still in a graph task inside of this
+one: there all units in use are unsharded, and it is unknown which gradients this rank will compute. The cursor of
+    reductions stands still, too, as long as the backward brings no gradient of a parameter, on any rank.
 
 A unit that is called again, or whose parameters others use, is reduced once, when its first call is over: parts of it
 that are recomputed reentrantly produce gradients that are not known before, and on some ranks only.
@@ -267,11 +267,11 @@ class BackwardSchedule(Generic[U]):
             for unit in self.clock.sequence:
                 if unit not in self.completed:
                     self._complete(unit)
-            rest = self.reductions.due(rest=True)
-            for unit in (*(unit for group in rest for unit in group), *self.windows):
+            remaining = self.reductions.due(flush=True)
+            for unit in (*(unit for group in remaining for unit in group), *self.windows):
                 if unit not in self.expecting:
                     self._participate(unit)
-            self._reduce(rest)
+            self._reduce(remaining)
         return actions
 
     # -- gathers -----------------------------------------------------------------------------------------------------

@@ -150,13 +150,13 @@ class ReduceOrder(Generic[U]):
         """The last group of the units that are expected so far."""
         return self._group(in_order[0]) if (in_order := self._sorted()) else ()
 
-    def due(self, *, rest: bool = False) -> list[tuple[U, ...]]:
-        """The groups whose turn has come, in order; each is returned once. `rest`: all outstanding ones, ready or not:
+    def due(self, *, flush: bool = False) -> list[tuple[U, ...]]:
+        """The groups whose turn has come, in order; each is returned once. `flush`: all outstanding ones, ready or not:
         the flush at the end of a backward."""
         out: list[tuple[U, ...]] = []
         while in_order := self._in_order if self._in_order is not None else self._sorted():
             group = self._coalesced.get(in_order[-1]) or (in_order[-1],)
-            if not (rest or self._ready.issuperset(group)):
+            if not (flush or self._ready.issuperset(group)):
                 break
             out.append(group)
             for unit in group:

@@ -154,17 +154,17 @@ def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[
         return
     row = prod(shape[1:])
     first, inside = divmod(start, row)
-    last, rest = divmod(stop, row)
+    last, remainder = divmod(stop, row)
     if first == last:  # within one row
-        yield from _within(shape, first, inside, rest)
+        yield from _within(shape, first, inside, remainder)
         return
     if inside:
         yield from _within(shape, first, inside, row)
         first += 1
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * row
-    if rest:
-        yield from _within(shape, last, 0, rest)
+    if remainder:
+        yield from _within(shape, last, 0, remainder)
 
 
 def _within(

@@ -230,14 +230,14 @@ class OwnedInterval(torch.Tensor):
             WriteItem(
                 MetadataIndex(fqn, torch.Size(box.offsets)),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, self.shape),
+                tensor_data=TensorWriteData(_dcp_chunk(box), properties, self.shape),
             )
             for box in self.boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._refuse_local()
-        return [_chunk(box) for box in self.boxes]
+        return [_dcp_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for box in self.boxes:
@@ -287,7 +287,7 @@ class OwnedInterval(torch.Tensor):
         return carry_out(*args, **(kwargs or {}))
 
 
-def unpadded_part(layout: FlatLayout, rank: int) -> Span:
+def unpadded_span(layout: FlatLayout, rank: int) -> Span:
     """The span of `rank`'s shard in the flat space, without world padding; ``[0, 0)`` if that is empty. Precondition:
     `layout` has one segment."""
     shared = layout.shard(rank).intersect(Span(0, layout.numel))
@@ -301,7 +301,7 @@ def block_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     return whole
 
 
-def _chunk(box: Box | PartBox) -> ChunkStorageMetadata:
+def _dcp_chunk(box: Box | PartBox) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

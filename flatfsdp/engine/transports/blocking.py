@@ -69,7 +69,7 @@ def agree_on_maximum(flags: dict[torch.device, torch.Tensor], process_group: Any
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return flags
-    served = {part.partition(":")[0] for part in str(dist.get_backend_config(process_group)).split(",")}
+    served = {each.partition(":")[0] for each in str(dist.get_backend_config(process_group)).split(",")}
     here = accelerator()
     candidates = [*flags, *([here] if here is not None else [])]
     param_ref = next((device for device in candidates if device.type in served), torch.device("cpu"))

@@ -1,12 +1,13 @@
 """Lists of tensors that are communicated as one, each split into one piece per rank.
 
-[Note: rows] Coalesced collectives take lists of unsharded 1-D tensors of one dtype, each with the same number of
-elements for every rank. A rank's *row* is the concatenation of its pieces of all tensors; shards and the results of
-reductions have this order. A single tensor is treated as a list of one.
+[Note: pieces of ranks] Coalesced collectives take lists of unsharded 1-D tensors of one dtype, each with the same
+number of elements for every rank. A rank's *pieces*, one of each tensor, are addressed as if they were concatenated;
+shards and the results of reductions have this order. A single tensor is treated as a list of one.
 
 [Note: scattered] For a small parameter, a call takes longer than copying its bytes. So consecutive tensors of a list
-that share a storage are grouped: an *index* into that storage has their places, in units of the largest size in bytes
-that divides all starts and sizes, and one call copies them all. Units are copied bitwise, in a dtype of their size.
+that share a storage are grouped: an *index* into that storage has their positions, in units of the largest size in
+bytes that divides all starts and sizes, and one call copies them all. Units are copied bitwise, in a dtype of their
+size.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ LARGEST = 16 * 1024  # bytes of a grouped tensor, at most
 _UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class Row:
-    """One rank's pieces of the tensors of a list, addressed like one contiguous tensor. [Note: rows]
+class RankPieces:
+    """One rank's pieces of the tensors of a list, addressed like one contiguous tensor. [Note: pieces of ranks]
 
     Attributes:
         pieces: 1-D, of one dtype, at least one; sizes: their numbers of elements; numel: the total; dtype: theirs.
@@ -54,20 +55,20 @@ class Row:
         return self.numel * self.dtype.itemsize
 
     def within(self, start: int, end: int) -> list[torch.Tensor]:
-        """The elements from `start` to `end` (or to the row's end, if that is smaller), as slices of the pieces."""
+        """The elements from `start` to `end` (or to the end, if that is smaller), as slices of the pieces."""
         if start == 0 and end >= self.numel:
             return self.pieces
-        parts, first = [], 0
+        slices, first = [], 0
         for piece, size in zip(self.pieces, self.sizes, strict=True):
             low, high = max(start - first, 0), min(end - first, size)
             if low < high:
-                parts.append(piece[low:high])
+                slices.append(piece[low:high])
             first += size
-        return parts
+        return slices
 
-    def of(self, memory: torch.Tensor) -> Row:
-        """`memory`, 1-D with as many elements, split like this row."""
-        return _RowInPlace(memory, self)
+    def of(self, memory: torch.Tensor) -> RankPieces:
+        """`memory`, 1-D with as many elements, split like these pieces."""
+        return _Contiguous(memory, self)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -81,16 +82,16 @@ class Row:
         if self.scattered is None:
             copy_apart(self.pieces, sources)
         else:
-            rest = self.scattered.fill(sources)
-            copy_apart([self.pieces[number] for number in rest], [sources[number] for number in rest])
+            left = self.scattered.fill(sources)
+            copy_apart([self.pieces[number] for number in left], [sources[number] for number in left])
 
     def copy_to(self, memory: torch.Tensor, start: int) -> None:
         """Copy the elements from `start` on to `memory`, 1-D and of this dtype, until it is full."""
         if (found := self._as_whole(memory)) is not None:
             found.copy_to(memory)
         else:
-            parts = self.within(start, start + memory.numel())
-            copy(cut(memory, parts), parts)
+            slices = self.within(start, start + memory.numel())
+            copy(cut(memory, slices), slices)
 
     def copy_given_to(self, memory: torch.Tensor, start: int) -> None:
         """`copy_to` right after `fill`, while the sources of `fill` are unchanged."""
@@ -104,8 +105,8 @@ class Row:
         if (found := self._as_whole(memory)) is not None:
             found.copy_from(memory)
         else:
-            parts = self.within(start, start + memory.numel())
-            copy(parts, cut(memory, parts))
+            slices = self.within(start, start + memory.numel())
+            copy(slices, cut(memory, slices))
 
     def _as_whole(self, memory: torch.Tensor) -> Scattered | None:
         """`scattered`, if `memory` is for all pieces and suitably aligned; None otherwise."""
@@ -113,23 +114,23 @@ class Row:
         return found if found is not None and found.fits(memory) else None
 
 
-class _RowInPlace(Row):
-    """A row whose pieces are contiguous in memory."""
+class _Contiguous(RankPieces):
+    """Pieces that are contiguous in memory."""
 
-    def __init__(self, memory: torch.Tensor, like: Row) -> None:
+    def __init__(self, memory: torch.Tensor, like: RankPieces) -> None:
         self.memory, self.sizes, self.numel, self.dtype = memory, like.sizes, like.numel, memory.dtype
 
 
-def rows_of(tensors: Sequence[torch.Tensor], world: int) -> list[Row]:
-    """The row of each rank."""
+def pieces_of_ranks(tensors: Sequence[torch.Tensor], world: int) -> list[RankPieces]:
+    """The pieces of each rank."""
     if len(tensors) == 1:
-        return [Row([piece]) for piece in tensors[0].chunk(world)]
-    return [Row(pieces) for pieces in zip(*(tensor.chunk(world) for tensor in tensors), strict=True)]
+        return [RankPieces([piece]) for piece in tensors[0].chunk(world)]
+    return [RankPieces(pieces) for pieces in zip(*(tensor.chunk(world) for tensor in tensors), strict=True)]
 
 
-def cut(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """`memory`, 1-D, split into the sizes of `parts`, which have as many elements in total."""
-    return [memory] if len(parts) == 1 else memory.split([part.numel() for part in parts])
+def cut(memory: torch.Tensor, slices: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """`memory`, 1-D, split into the sizes of `slices`, which have as many elements in total."""
+    return [memory] if len(slices) == 1 else memory.split([each.numel() for each in slices])
 
 
 def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> None:
@@ -139,11 +140,11 @@ def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], rank: int) -> No
         for term in terms[2:rank]:
             before.add_(term)
         torch.add(before, terms[rank], out=output)
-        rest = terms[rank + 1 :]
+        later = terms[rank + 1 :]
     else:
         torch.add(terms[0], terms[1], out=output)
-        rest = terms[2:]
-    for term in rest:
+        later = terms[2:]
+    for term in later:
         output.add_(term)
 
 
@@ -157,19 +158,19 @@ class _Together:
     Attributes:
         numbers: their indices in the list.
         storage: the storage that they share, in units; index: their units in it.
-        place: the index of the group among the parts.
+        position: the index of the group among the blocks.
     """
 
     numbers: range
     storage: torch.Tensor
     index: torch.Tensor
-    place: int
+    position: int
 
 
 class Scattered:
     """1-D tensors of one dtype on the CPU, some of which are copied in groups. [Note: scattered]
 
-    A copy of all of them consists of *parts*: one per group, and one for each of the other tensors.
+    A copy of all of them consists of *blocks*: one per group, and one for each of the other tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: Sequence[range]) -> None:
@@ -180,13 +181,13 @@ class Scattered:
         self._dtype = tensors[0].dtype
         self._together: list[_Together] = []
         self._alone: list[int] = []  # indices of ungrouped tensors
-        self._places: list[int] = []  # of ungrouped tensors, among the parts
-        self._sizes: list[int] = []  # of parts, in units
+        self._positions: list[int] = []  # of ungrouped tensors, among the blocks
+        self._sizes: list[int] = []  # of blocks, in units
         end = 0
         for run in (*runs, range(len(tensors), len(tensors))):
             for number in range(end, run.start):
                 self._alone.append(number)
-                self._places.append(len(self._sizes))
+                self._positions.append(len(self._sizes))
                 self._sizes.append(sizes[number] // unit)
             if run:
                 index = _index(unit, (*starts[run.start : run.stop],), (*sizes[run.start : run.stop],))
@@ -207,32 +208,32 @@ class Scattered:
 
     def copy_to(self, memory: torch.Tensor) -> None:
         """Copy the tensors into `memory`, which `fits`, back to back."""
-        parts = memory.view(_UNITS[self._unit]).split(self._sizes)
+        blocks = memory.view(_UNITS[self._unit]).split(self._sizes)
         for each in self._together:
-            torch.index_select(each.storage, 0, each.index, out=parts[each.place])
+            torch.index_select(each.storage, 0, each.index, out=blocks[each.position])
         if self._singles:
-            _torch.foreach_copy_([parts[place] for place in self._places], self._singles)
+            _torch.foreach_copy_([blocks[position] for position in self._positions], self._singles)
 
     def copy_given_to(self, memory: torch.Tensor) -> None:
         """`copy_to` right after `fill`: copies from the sources where these are contiguous, which needs no index."""
-        parts = memory.view(_UNITS[self._unit]).split(self._sizes)
-        targets, sources = [parts[place] for place in self._places], [*self._singles]
+        blocks = memory.view(_UNITS[self._unit]).split(self._sizes)
+        targets, sources = [blocks[position] for position in self._positions], [*self._singles]
         for each, source in zip(self._together, self._joined, strict=True):
             if source is None:
-                torch.index_select(each.storage, 0, each.index, out=parts[each.place])
+                torch.index_select(each.storage, 0, each.index, out=blocks[each.position])
             else:
-                targets.append(parts[each.place])
+                targets.append(blocks[each.position])
                 sources.append(source)
         if sources:
             _torch.foreach_copy_(targets, sources)
 
     def copy_from(self, memory: torch.Tensor) -> None:
         """Fill the tensors from `memory`, which `fits` and has their values back to back."""
-        parts = memory.view(_UNITS[self._unit]).split(self._sizes)
+        blocks = memory.view(_UNITS[self._unit]).split(self._sizes)
         for each in self._together:
-            each.storage.index_copy_(0, each.index, parts[each.place])
+            each.storage.index_copy_(0, each.index, blocks[each.position])
         if self._singles:
-            _torch.foreach_copy_(self._singles, [parts[place] for place in self._places])
+            _torch.foreach_copy_(self._singles, [blocks[position] for position in self._positions])
 
     def fill(self, sources: Sequence[torch.Tensor]) -> Sequence[int]:
         """Fill the groups whose `sources` (one per tensor) are contiguous; returns the indices of all other tensors.

@@ -24,7 +24,7 @@ from ..comm.process_group_transport import ProcessGroupTransport, all_of, as_byt
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
-from .pieces import Row, rows_of
+from .pieces import RankPieces, pieces_of_ranks
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
 KNOWN = 256  # lists that a transport remembers
@@ -45,7 +45,7 @@ class StagingBuffer:
         first, world = tensors[0], group.size
         sizes = [tensor.numel() // world for tensor in tensors]
         self.memory, self.sums = (
-            FlatBuffer(numel, first.dtype, first.device, tracker=tracker, kind="staging")
+            FlatBuffer(numel, first.dtype, first.device, tracker=tracker, category="staging")
             for numel in (world * sum(sizes), sum(sizes))
         )
         self.memory.allocate()
@@ -85,7 +85,7 @@ class _Gather:
 
 
 class TensorList:
-    """Unsharded tensors of one dtype that are communicated as one, with the plan for it. [Note: rows]
+    """Unsharded tensors of one dtype that are communicated as one, with the plan for it. [Note: pieces of ranks]
 
     Attributes:
         nbytes, numel, device: totals over all tensors, and their device.
@@ -126,9 +126,9 @@ class TensorList:
         return self._tensors[0].data_ptr() == tensors[0].data_ptr()  # unless `.data` was set to other memory
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """Each rank's row of these tensors, for exchanges that are done by the engine."""
-        return rows_of(self._tensors, self._group.size)
+    def of_ranks(self) -> list[RankPieces]:
+        """Each rank's pieces of these tensors, for exchanges that are done by the engine."""
+        return pieces_of_ranks(self._tensors, self._group.size)
 
     @cached_property
     def staging(self) -> StagingBuffer:
@@ -191,7 +191,7 @@ class TensorList:
         return outputs, fulls
 
     def finish_reduction(self, output: torch.Tensor) -> None:
-        """Copy the staged sums to their places in `output` and free the staging buffer."""
+        """Copy the staged sums to their positions in `output` and free the staging buffer."""
         if self._small and self._large:
             results = output.split(self._sizes)
             self.staging.unpack_sums([results[index] for index in self._small])

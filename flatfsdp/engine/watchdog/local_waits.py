@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base import wait_limits as waits
-from .status_report import ANSWER, APART, ENTERED, Purpose, RankStatus, name_of_place
+from .status_report import ANSWER, APART, ENTERED, Purpose, RankStatus, digest_of_wait
 from .store import StoreClient
 
 
@@ -50,9 +50,9 @@ class LocalWaits:
         self.announced: dict[int, AnnouncedWait] = {}
         self._next_poll = 0.0  # seconds into an announced wait, at which to poll again
         self._reported: float | None = None  # the beginning of the wait that was reported
-        self._standing, self._standing_since = "", 0.0  # the places where all ranks waited [Note: deadlock]
+        self._standing, self._standing_since = "", 0.0  # the waits of all ranks [Note: deadlock]
         self._parted, self._parted_since = "", 0.0  # the waits in which ranks were found parted [Note: parted]
-        self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # numbers of entries by place, the latest place last
+        self._entered: dict[tuple[str, tuple[int, ...]], int] = {}  # numbers of entries by wait, the latest last
 
     def announce(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool) -> AnnouncedWait | None:
         """Record that this thread waits for `ranks`; returns the enclosing wait. Waits that do not keep the program are
@@ -60,8 +60,8 @@ class LocalWaits:
         before = self.announced.get(threading.get_ident())
         if waits.keeps_program():
             if not ends_by_notes:
-                place = what, tuple(ranks)
-                self._entered[place] = self._entered.pop(place, 0) + 1
+                wait = what, tuple(ranks)
+                self._entered[wait] = self._entered.pop(wait, 0) + 1
             self.end(AnnouncedWait(tuple(ranks), what, time.monotonic(), ends_by_notes))
         return before
 
@@ -99,7 +99,7 @@ class LocalWaits:
         if announced is not None:
             ranks = () if announced.ends_by_notes else announced.ranks
             last = itertools.islice(reversed(self._entered.copy().items()), ENTERED)
-            entered = {name_of_place(*place): count for place, count in last}
+            entered = {digest_of_wait(*wait): count for wait, count in last}
             return RankStatus(announced.what, now - announced.since, ranks, (announced.since, *stands), entered)
         watched = [each.doing for each in sorted(self.watched, key=lambda each: not each.busy)]
         if not watched:

@@ -65,9 +65,9 @@ def end_process_unless(come_back: Callable[[], bool]) -> None:
 def _chain_excepthook() -> None:
     before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            before(kind, error, trace)
+            before(cls, error, trace)
             for explain in explainers:
                 if words := explain(error):
                     print(words, file=sys.stderr, flush=True)

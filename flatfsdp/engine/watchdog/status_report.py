@@ -36,7 +36,7 @@ from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
 APART = 1.0  # periods between two polls that prove that ranks have parted
-ENTERED = 64  # places in an answer: the last ones that a rank entered
+ENTERED = 64  # waits in an answer: the last ones that a rank entered
 REFUSALS = 5  # attempts after which the claim of a poll without an alarm is ignored
 NORMALLY = "exited normally"
 UNEVEN = ". Where ranks have different numbers of batches, take the steps inside `with flatfsdp.join(model) as joined`"
@@ -83,7 +83,7 @@ class RankStatus(NamedTuple):
         waits_for: in a wait for ranks that must all reach the same place: these ranks.
         stands: identifies its waits, by the times of their beginnings on its own clock; empty if it does anything else.
             Equal in two answers if the rank has not moved.
-        entered: by the digest of a place that ranks must all reach: its number of entries; the last places only.
+        entered: by the digest of a wait that ranks must all reach: its number of entries; the last waits only.
         progress: its steps and backwards with each model.
     """
 
@@ -139,7 +139,7 @@ class StatusReport(NamedTuple):
     def of(cls, text: str) -> StatusReport | None:
         """The result that `text` has; None if it is not a result."""
         match parse(text):
-            case [str(why), int(by), [*lines], [*lost], dict(gone), str(parted), str(part), int(count), str(where)] if (
+            case [str(why), int(by), [*lines], [*lost], dict(gone), str(parted), str(wait), int(count), str(where)] if (
                 why in PURPOSES
             ):
                 words = [line for line in lines if isinstance(line, str)]
@@ -149,7 +149,7 @@ class StatusReport(NamedTuple):
                     for rank, each in gone.items()
                     if rank.isdecimal() and (process := ProcessIdentity.of(each)) is not None
                 }
-                return cls(cast(Purpose, why), by, words, ended, processes, parted, part, count, where)
+                return cls(cast(Purpose, why), by, words, ended, processes, parted, wait, count, where)
         return None
 
 
@@ -217,13 +217,13 @@ class StatusPoll:
             elif waited > 2 * ANSWER * self.period:  # the polling rank has ended
                 self._open.remove(poll)
 
-    def let_all_read(self, place: str, readers: int | None = None) -> None:
+    def let_all_read(self, prefix: str, readers: int | None = None) -> None:
         """`StoreClient.let_all_read`; `readers`: all ranks but one by default."""
-        self._store.let_all_read(place, self._world - 1 if readers is None else readers, self.period * ANSWER / 2)
+        self._store.let_all_read(prefix, self._world - 1 if readers is None else readers, self.period * ANSWER / 2)
 
     def _collect(self, poll: _OpenPoll, *, late: bool) -> None:
-        place = f"poll/{poll.number}"
-        answered = self._store.count(f"{place}/here", 0)
+        prefix = f"poll/{poll.number}"
+        answered = self._store.count(f"{prefix}/here", 0)
         ended = ExitRecord.read_all(self._store)
         if answered + len(ended) < self._world and not late:
             return
@@ -233,7 +233,7 @@ class StatusPoll:
         for rank in range(self._world):
             if rank in ended:
                 continue
-            if (answer := RankStatus.of(self._store.read(f"{place}/{rank}"))) is not None:
+            if (answer := RankStatus.of(self._store.read(f"{prefix}/{rank}"))) is not None:
                 answers[rank] = answer
             elif (left := ExitRecord.left_after(self._since, self._store.read(f"left/{rank}"))) is not None:
                 ended[rank] = left
@@ -265,7 +265,7 @@ class StatusPoll:
             answered=len(answers),
             standing=standing(answers) if len(answers) == self._world else "",
         )
-        self._store.post(f"{place}/result", json.dumps(result))
+        self._store.post(f"{prefix}/result", json.dumps(result))
         old = f"poll/{poll.number - 2}"
         self._store.erase(*(f"{old}/{each}" for each in (*range(self._world), "here", "result", "read")))
 
@@ -393,31 +393,31 @@ def lines_of(answers: dict[int, RankStatus]) -> list[str]:
     return lines
 
 
-def name_of_place(doing: str, waits_for: Sequence[int]) -> str:
-    """The digest of a place that ranks must all reach: the same on all of them."""
+def digest_of_wait(doing: str, waits_for: Sequence[int]) -> str:
+    """The digest of a wait that ranks must all reach: the same on all of them."""
     return _digest((doing, tuple(waits_for)))
 
 
 def parted(answers: dict[int, RankStatus], *, patience: float) -> list[list[int]]:
-    """The ranks, by place, that have waited for each other in different places for more than `patience` seconds."""
+    """The ranks, by wait, that have waited for each other in different places for more than `patience` seconds."""
     waiting = {rank: answer for rank, answer in answers.items() if answer.waits_for and answer.seconds > patience}
-    places = ranks_by_value({rank: (answer.doing, answer.waits_for) for rank, answer in waiting.items()})
+    found = ranks_by_value({rank: (answer.doing, answer.waits_for) for rank, answer in waiting.items()})
 
     def entries(ranks: Sequence[int], awaited: Sequence[int], here: str, there: str) -> set[tuple[int, int]]:
         """The numbers of entries of `here` and of `there`, by each of `ranks` that is `awaited`."""
         counts = (waiting[rank].entered for rank in set(ranks) & set(awaited))
         return {(count.get(here, 0), count.get(there, 0)) for count in counts}
 
-    def never_meet(place: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]]) -> bool:
-        here, there = name_of_place(*place), name_of_place(*other)
-        theirs = entries(places[other], place[1], there, here)
+    def never_meet(wait: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]]) -> bool:
+        here, there = digest_of_wait(*wait), digest_of_wait(*other)
+        theirs = entries(found[other], wait[1], there, here)
         return any(
             number > their_entries and their_number > entries_there
-            for number, entries_there in entries(places[place], other[1], here, there)
+            for number, entries_there in entries(found[wait], other[1], here, there)
             for their_number, their_entries in theirs
         )
 
-    return [ranks for here, ranks in places.items() if any(never_meet(here, each) for each in places if each != here)]
+    return [ranks for here, ranks in found.items() if any(never_meet(here, each) for each in found if each != here)]
 
 
 def standing(answers: dict[int, RankStatus]) -> str:

@@ -133,11 +133,11 @@ class StoreClient:
             time.sleep(min(0.25, 0.001 + waited / 10))
         return answer
 
-    def let_all_read(self, place: str, readers: int, seconds: float) -> None:
-        """Give the others time to read the note at `place` before an error ends this process, and possibly the store
-        with it. `readers`: the number of ranks that read it, including this one."""
-        self.count(f"{place}/read")
-        self.wait(lambda: self.count(f"{place}/read", 0) >= readers, seconds)
+    def let_all_read(self, prefix: str, readers: int, seconds: float) -> None:
+        """Give the others time to read the note below `prefix` before an error ends this process, and possibly the
+        store with it. `readers`: the number of ranks that read it, including this one."""
+        self.count(f"{prefix}/read")
+        self.wait(lambda: self.count(f"{prefix}/read", 0) >= readers, seconds)
 
     @contextlib.contextmanager
     def _request(self) -> Iterator[Any]:

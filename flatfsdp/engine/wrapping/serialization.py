@@ -229,7 +229,7 @@ def _unit_of(plan: UnitPlan) -> Unit:
     return unit
 
 
-def _at_rest(module: nn.Module) -> list[Unit]:
+def _units_at_rest(module: nn.Module) -> list[Unit]:
     """The units inside, at rest: users' replacements for parameters have been copied into their shards."""
     units = units_in(module)
     quiesce(units, collective=False, check=_check_copyable)
@@ -295,7 +295,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     groups shared."""
     if module.__dict__["_unit"] in _under_way:
         return _copy_attributes(module, memo)
-    units = _at_rest(module)
+    units = _units_at_rest(module)
     with _taking(units):
         for unit in units:
             groups = {group for each in unit.axes.all for group in groups_of(each)}
@@ -347,8 +347,8 @@ def reduce(module: nn.Module, *made_by: Any) -> tuple[Any, ...]:
     instance: every shard once."""
     if module.__dict__["_unit"] in _under_way:
         return made_by[0], made_by[1:], _attributes(module)
-    units = _at_rest(module)
-    _refuse_parts(units)
+    units = _units_at_rest(module)
+    _refuse_dtensors(units)
     if any(getattr(unit.options, name) is not None for unit in units for name in _HOOKS):
         warn_once_per_job(
             "the pickle of a sharded model does not contain its communication and all-reduce hooks. Register them "
@@ -360,13 +360,13 @@ def reduce(module: nn.Module, *made_by: Any) -> tuple[Any, ...]:
     return _load, (buffer.getvalue(),)
 
 
-def _refuse_parts(units: list[Unit]) -> None:
+def _refuse_dtensors(units: list[Unit]) -> None:
     """Refuse to pickle parameters that tensor parallelism has split, or that lie on a mesh of their own otherwise."""
     extended = ((unit, each) for unit in units for views in unit.views for each in transformed_in(views))
     held = [(unit, each.param_refs[0]) for unit, each in extended if not each.transform.can_be_pickled(each.state)]
-    if parts := [fqn(unit.place.name, param_ref.path) for unit, param_ref in held]:
+    if names := [fqn(unit.position.name, param_ref.path) for unit, param_ref in held]:
         raise UsageError(
-            f"a sharded model with DTensors ({few(parts)}) cannot be pickled: they are on a mesh of this job, and "
+            f"a sharded model with DTensors ({few(names)}) cannot be pickled: they are on a mesh of this job, and "
             "torch's tensor parallelism registers hooks on modules that cannot be pickled. Save its state_dict() "
             "instead"
         )

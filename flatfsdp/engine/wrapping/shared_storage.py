@@ -128,11 +128,11 @@ def follow_ties(
                     ParamRef(each, attribute, fqn(path, attribute), parameter).hold(new)
     own = [each for each in held if each.is_own and id(each.tensor) not in replaced]
     memory = SharedMemory(own, met)
-    _part(own)
+    _separate(own)
     return memory
 
 
-def _part(held: Sequence[_Held]) -> None:
+def _separate(held: Sequence[_Held]) -> None:
     """Give parts of larger storages memory of their own. Views of one tensor share a counter of versions, and a
     write to one would look like a write to the others, which are in use. The objects stay the same."""
     for parameter in (each.tensor for each in held):

@@ -165,8 +165,8 @@ def carried(
 def _own_rows(unsharded: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's rows, in memory of their own. They are split over `axis` as by `torch.chunk`; the last ranks may have
     none."""
-    chunks = unsharded.chunk(axis.size, 0)
-    return (chunks[axis.rank] if axis.rank < len(chunks) else unsharded[:0]).clone()
+    pieces = unsharded.chunk(axis.size, 0)
+    return (pieces[axis.rank] if axis.rank < len(pieces) else unsharded[:0]).clone()
 
 
 def _rows_of_part(stored: torch.Tensor, unit: Unit, kind: int, index: int, *, offload_to_cpu: bool) -> Any:

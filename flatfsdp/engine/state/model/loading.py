@@ -37,7 +37,7 @@ from ..consolidate import scatter_from_first, store
 from ..from_rank0 import FromRank0, spread
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, named_state, params_of
-from ..owned_interval import OwnedInterval, unpadded_part
+from ..owned_interval import OwnedInterval, unpadded_span
 from ..parts import every_axis
 from .distributed_values import DistributedValue, defer_distributed, whole_if_distributed
 from .placeholders import PlaceholderReadError, Placeholders, placeholder_for
@@ -336,7 +336,7 @@ def _flat_of(value: Any, handle: FlatParamHandle, key: str) -> torch.Tensor:
     """
     value = value.value if isinstance(value, DistributedValue) else value
     layout = handle.layout
-    span = unpadded_part(layout, handle.rank)
+    span = unpadded_span(layout, handle.rank)
     what = (
         f"{clean(key)!r}: a LOCAL_STATE_DICT can only be loaded with the number of ranks, the "
         f"wrapping and the {FlatFace.words.argument} that it was made with; expected {layout.world} shards of "

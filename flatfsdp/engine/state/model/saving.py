@@ -35,7 +35,7 @@ from ..consolidate import consolidated, is_first
 from ..from_rank0 import shares_buffers, take_buffers
 from ..full_params import summon
 from ..named_param import NamedParam, by_handle, interval_of, params_of
-from ..owned_interval import OwnedInterval, unpadded_part
+from ..owned_interval import OwnedInterval, unpadded_span
 from ..parts import axes_of_parts
 from .distributed_values import carried, carrier_of, flat_of
 from .placeholders import Placeholder, PlaceholderReadError, Placeholders, placeholder_for
@@ -268,13 +268,13 @@ def _shard_of(job: StateDictCall, handle: FlatParamHandle) -> torch.Tensor:
 def _flat(job: StateDictCall, name: str, unit: Unit, handle: FlatParamHandle) -> Any:
     """The flat shard without world padding. Collective if it becomes a ShardedTensor."""
     layout = handle.layout
-    span = unpadded_part(layout, handle.rank)
+    span = unpadded_span(layout, handle.rank)
     local = _shard_of(job, handle)[: span.numel]
     if job.communicates:
         return flat_of(local, span.start, layout.numel, unit.axes.of(handle).shard)
     # The name identifies the layout.
     spec = ParamSpec(f"{name} of layout {layout.digest()}", (layout.numel,))
-    made = interval_of(unit.axes.of(handle), local, spec, partial(unpadded_part, layout))
+    made = interval_of(unit.axes.of(handle), local, spec, partial(unpadded_span, layout))
     made.is_local = any(each.part is not None for each in layout.params)
     return made
 

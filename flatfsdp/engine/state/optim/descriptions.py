@@ -142,8 +142,8 @@ def alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and torch.equal(_bits(one), _bits(other))
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and torch.equal(_bits(one), _bits(other))
     if isinstance(one, OtherState):
         return alike(one.value, other.value)
     if isinstance(one, dict):

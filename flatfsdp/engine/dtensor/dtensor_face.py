@@ -33,9 +33,9 @@ _LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
 
 
 @dataclass(frozen=True, eq=False)
-class RowFaces:
-    """Makes `RowFace`s: each parameter a DTensor, split over the last dimension of `mesh` along the dimension that is
-    the slowest in its memory. Its layout has a segment of rows for each parameter ([Note: pieces]).
+class DTensorFaces:
+    """Makes `DTensorFace`s: each parameter a DTensor, split over the last dimension of `mesh` along the dimension that
+    is the slowest in its memory. Its layout has a segment of rows for each parameter ([Note: pieces]).
 
     Attributes:
         mesh: the DeviceMesh of data parallelism, (shard,) or (replicate, shard); None in a copy for another process.
@@ -54,18 +54,18 @@ class RowFaces:
 
     def __call__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
-    ) -> RowFace:
+    ) -> DTensorFace:
         """The face of `leaves`.
 
         Raises:
             UsageError: a parameter without dimensions; or this torch lacks names that DTensors need.
         """
         nothing = (None,) * len(leaves)
-        return RowFace(leaves, layout, rank, self.mesh, self.stored or nothing, self.hooks or nothing)
+        return DTensorFace(leaves, layout, rank, self.mesh, self.stored or nothing, self.hooks or nothing)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowFaces:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         # Copies of a model communicate over the same mesh.
-        return RowFaces(self.mesh, self.stored, copy.deepcopy(self.hooks, memo))
+        return DTensorFaces(self.mesh, self.stored, copy.deepcopy(self.hooks, memo))
 
 
 class _Rows:
@@ -103,7 +103,7 @@ class _Rows:
 
     def local(self, piece: torch.Tensor) -> torch.Tensor:
         """A view of `piece`, these rows in the shard's layout, in the parameter's shape. Without elements it is
-        memory of its own, since other parameters' places begin at its end."""
+        memory of its own, since other parameters begin at its end."""
         if not self.numel:
             return piece.new_empty(1)[:0].view(self._shape)
         if piece.shape == self._shape:
@@ -133,7 +133,7 @@ class _Rows:
         """
         if self.hooks is None:
             return value
-        if self.kept is not None and isinstance(value, self.hooks.kind):
+        if self.kept is not None and isinstance(value, self.hooks.cls):
             raise UsageError(
                 f"a gradient or an optimizer's state of {self.name!r} is a {type(value).__name__}; expected plain "
                 "elements. The state dicts of torch.distributed.checkpoint.state_dict keep it as it is"
@@ -185,7 +185,7 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
     return piece.narrow(0, 0, 0).set_(own, 0, piece.shape, piece.stride())
 
 
-class RowFace(ApartFace):
+class DTensorFace(ApartFace):
     """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
 
     Holders are made once. A user's replacement for one (`load_state_dict(assign=True)`, `swap_tensors`) becomes a
@@ -327,17 +327,17 @@ class RowFace(ApartFace):
                         deque(map(set_own_grad, shown, made), 0)
                         return []
                     self.kept = None
-            new, parts = self._parts_of(total, trained)  # parameters with gradients, and their new parts
+            new, fresh = self._locals_of(total, trained)  # parameters with gradients, and their local tensors
             sums: Sums = []
             if not have_none:
-                found = [(i, holders[i].grad, local) for i, local in zip(new, parts, strict=True)]
+                found = [(i, holders[i].grad, local) for i, local in zip(new, fresh, strict=True)]
                 for i, grad, local in found:
                     if grad is not None:
                         self._rows[i].check(grad, "the .grad")
                         sums.append((_dtensor.local_of(grad), local))
                 new = [i for i, grad, _ in found if grad is None]
-                parts = [local for _, grad, local in found if grad is None]
-            grads = _dtensor.dtensors(parts, map(specs.__getitem__, new))
+                fresh = [local for _, grad, local in found if grad is None]
+            grads = _dtensor.dtensors(fresh, map(specs.__getitem__, new))
             deque(map(set_own_grad if fits else assign_grad, map(holders.__getitem__, new), grads), 0)
             return sums
 
@@ -345,10 +345,10 @@ class RowFace(ApartFace):
         """An object that shows gradients like `total`, those of `trained` parameters; None if they are large."""
         if not KeptGradients.serve(total, len(trained)):
             return None
-        return KeptGradients(trained, specs, total, partial(self._parts_of, trained=trained))
+        return KeptGradients(trained, specs, total, partial(self._locals_of, trained=trained))
 
-    def _parts_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:
-        """The indices of `trained` parameters, and their parts of `total`, in their shapes."""
+    def _locals_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:
+        """The indices of `trained` parameters, and their local tensors, views of `total`, in their shapes."""
         rows, folded = self._rows, self._folded
         new, shown = self._at_rest.pieces_of(total)
         if self._without or len(trained) < len(rows):

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
+from tests.harness.dtensor_faces import wrapped
 from tests.harness.meshes import shared_mesh
-from tests.harness.row_faces import wrapped
 
 pytestmark = pytest.mark.distributed
 

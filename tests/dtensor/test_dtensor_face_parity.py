@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import parity
+from tests.harness.dtensor_faces import dtensor_faces
 from tests.harness.matrix import Cell, covering_array, hostile_world, legal_cells
 from tests.harness.meshes import shared_mesh
 from tests.harness.reference import Recipe
-from tests.harness.row_faces import row_faces
 from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.distributed
@@ -35,7 +35,7 @@ class RowDTensors(parity.FSDP):
         world = dist.get_world_size()
         mesh = shared_mesh(2, world // 2) if "HYBRID" in options.get("sharding_strategy", "") else shared_mesh(world)
         given = {**options, "use_orig_params": True, "layout": "rows"}
-        with row_faces(mesh):
+        with dtensor_faces(mesh):
             return super().wrap(model, recipe, given)
 
 
