@@ -9,7 +9,7 @@ from tests.repository.test_layering import edges, sources
 
 pytestmark = pytest.mark.unit
 
-LINES, FILES = 9_574, 52  # at most; the goals are 10,000 and 60
+LINES, FILES = 10_000, 60  # at most: what can be read in an afternoon
 
 
 def package_of(file: str) -> str:
@@ -26,7 +26,7 @@ def test_the_nucleus_imports_nothing_else() -> None:
     assert not found, f"the nucleus imports these; let it be given a value or an observer instead: {found}"
 
 
-def test_the_nucleus_grows_no_more() -> None:
+def test_the_nucleus_can_be_read() -> None:
     inside = [each for each in sources() if each.file.startswith("engine/") and package_of(each.file) in NUCLEUS]
     lines = sum(each.path.read_text().count("\n") for each in inside)
     assert 0 < lines <= LINES and len(inside) <= FILES, (lines, len(inside))
