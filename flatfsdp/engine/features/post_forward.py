@@ -11,7 +11,7 @@ with the values of the shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -77,16 +77,26 @@ class PostForwardShard(KeptSource):
 
 @dataclass(frozen=True)
 class KeepShards:
-    """Keeps post-forward shards of a unit that a forward is about to free. `axes`: the transports of the post-forward
-    axes, and the layouts over their ranks."""
+    """Keeps post-forward shards of a unit that a forward is about to free. `transports`: of the post-forward axes."""
 
-    axes: Mapping[FlatParamHandle, tuple[Transport, FlatLayout]]
+    transports: Mapping[FlatParamHandle, Transport]
+    _layouts: dict[FlatParamHandle, tuple[FlatLayout, FlatLayout]] = field(default_factory=dict, compare=False)
 
     def __call__(self, unit: Unit) -> None:
-        for handle, (neighbors, over) in self.axes.items():
+        for handle, neighbors in self.transports.items():
             if handle.state is UNSHARDED and handle.persistence is None:
+                over = self._over(handle, neighbors.group.size)
                 handle.keep(PostForwardShard(handle.unsharded, neighbors, over, tracker=handle.tracker))
         unit.record_event("post_forward_shard")
+
+    def _over(self, handle: FlatParamHandle, world: int) -> FlatLayout:
+        """The layout of what was gathered, over `world` ranks. It is not the handle's if that is opaque bytes."""
+        whole, over = self._layouts.get(handle, (None, None))
+        if over is None or whole is not handle.unsharded.layout:
+            whole = handle.unsharded.layout
+            over = layout_over(whole, world)
+            self._layouts[handle] = whole, over
+        return over
 
 
 class PostForwardShards(Observer):
@@ -110,10 +120,7 @@ class PostForwardShards(Observer):
         for unit in self._units:
             count, device = unit.options.schedule.post_forward_ranks or 0, self._resources.device.device
             found = {
-                handle: (
-                    self._resources.transport(post_forward_axis(axis, count, device), "neighbors"),
-                    layout_over(handle.layout, count),
-                )
+                handle: self._resources.transport(post_forward_axis(axis, count, device), "neighbors")
                 for handle in unit.handles
                 if 0 < count < (axis := unit.axes.of(handle).shard).size  # else both shards would be the same
             }
