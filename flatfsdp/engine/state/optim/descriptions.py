@@ -142,8 +142,8 @@ def alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and torch.equal(_bits(one), _bits(other))
+        same_form = one.dtype == other.dtype and one.shape == other.shape
+        return same_form and torch.equal(_bits(one), _bits(other))
     if isinstance(one, OtherState):
         return alike(one.value, other.value)
     if isinstance(one, dict):
