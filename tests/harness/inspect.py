@@ -33,6 +33,7 @@ from flatfsdp.engine.models.walks import units_in
 from flatfsdp.engine.runtime.iteration import STAGE_STEPS
 from flatfsdp.engine.runtime.model import model_of
 from flatfsdp.engine.watchdog.regions import current_watch
+from flatfsdp.engine.wrapping import shared_storage
 
 
 class Event(NamedTuple):
@@ -549,6 +550,11 @@ def issued_by_group() -> dict[str, tuple[int, int]]:
 
 
 _LOOKS_ALONE = exchanges._LOOKS_ALONE
+
+
+def forget_kept_memory() -> None:
+    """Forget memory of earlier models that other tensors keep, with which each new unit is compared."""
+    shared_storage._left.clear()
 
 
 def share_processors(shared: bool = True) -> None:

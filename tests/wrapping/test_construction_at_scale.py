@@ -87,6 +87,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_sec
         )
         inspect.begin(made[0])
 
+    inspect.forget_kept_memory()
     with fake_world(1024, rank=512):
         assert calls_of(wrap) < 370_000
         (wrapped,) = made
