@@ -83,3 +83,25 @@ def test_players_in_turns_cost_nothing_once_learned(
     for requests, right in pool2(in_turns, strategy, use_orig_params, length):
         assert right
         assert requests[length] and not any(requests[2 * (length + 1) :]), requests
+
+
+def frozen_inside(rank: int, world: int, strategy: str) -> list[list[bool]]:
+    """Which flat parameters get a gradient in three steps: after original parameters of the first one, and then it, are
+    frozen; again; after it is trained again."""
+    model = wrapped(strategy, use_orig_params=False)
+    first, second = model.parameters()
+    with FullyShardedDataParallel.summon_full_params(model):
+        model.module.first.requires_grad_(False)
+    first.requires_grad_(False)
+    found = []
+    for trained in (False, False, True):
+        first.requires_grad_(trained)
+        model.zero_grad()
+        model(batch(rank, 0)).square().mean().backward()
+        found.append([each.grad is not None for each in (first, second)])
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_flat_parameter_is_frozen_after_its_original_parameters(pool2: Run, strategy: str) -> None:
+    assert pool2(frozen_inside, strategy) == [[[False, True], [False, True], [True, True]]] * 2

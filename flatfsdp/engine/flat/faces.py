@@ -405,6 +405,7 @@ class FlatFace(Face):
                 self._refuse_of_one(found.index(not wanted))
             for leaf in self._leaves:
                 leaf.requires_grad_(wanted)
+        if wanted is not self._followed:  # users may have set it on all leaves, too
             self._followed, self.flags = wanted, (wanted,) * len(self._leaves)
 
     def _refuse_of_one(self, index: int) -> NoReturn:
