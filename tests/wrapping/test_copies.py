@@ -325,6 +325,42 @@ def test_extensions_transform_what_modules_see(pool2: Run) -> None:
     assert not joined(pool2(extended))
 
 
+def seen_outside(rank: int, world: int) -> list[str]:
+    """Losses over the weight that a module has while it is unsharded outside of its forward, unlike those of the plain
+    module: on request, and, where the unit stays whole, after its forward."""
+    lines = []
+    x = torch.ones(2, WIDTH)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        plain = seeded(lambda: nn.Linear(WIDTH, WIDTH))
+        for original in (False, True):
+            with halving():
+                model = FullyShardedDataParallel(
+                    nn.Sequential(copy.deepcopy(plain)),
+                    auto_wrap_policy={nn.Linear},
+                    sharding_strategy=strategy,
+                    use_orig_params=original,
+                )
+            linear: Any = model.module[0]
+            linear.unshard()
+            if not torch.equal(linear.module.weight.detach(), plain.weight):
+                lines.append(f"{strategy}, {original}: another weight after unshard()")
+            loss = model(x).sum()
+            if strategy != "FULL_SHARD" and not original:  # modules keep the leaves of a flat parameter
+                loss = loss + nn.functional.linear(x, linear.module.weight).square().sum()
+                plain.zero_grad()
+                (plain(x).sum() + nn.functional.linear(x, plain.weight).square().sum()).backward()
+                loss.backward()
+                with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                    grad = linear.module.weight.grad
+                if not torch.allclose(grad.t() / 2, plain.weight.grad):
+                    lines.append(f"{strategy}: another gradient of a loss over the weight")
+    return lines
+
+
+def test_modules_see_the_transform_outside_of_their_forwards(pool2: Run) -> None:
+    assert not joined(pool2(seen_outside))
+
+
 def test_extensions_and_bit_equal_training_without_state(pool2: Run) -> None:
     assert not joined(pool2(untouched))
 

@@ -187,7 +187,7 @@ class ParamViews:
         if self.handle.unsharded.buffer is not None:  # else in-place writes are kept
             change_classes(self.handle.leaves, self._noticed)
             self.tracks_writes = True
-        if self.left is Left.SET_ASIDE:
+        if self.left is Left.SET_ASIDE and (ended or not face.is_flat):  # modules keep the leaves of a flat one
             for each in self.extended:
                 each.uninstall(face.put)
 
