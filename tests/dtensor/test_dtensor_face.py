@@ -514,6 +514,24 @@ def _summons(rank: int, world: int) -> None:
         assert torch.equal(parameter.grad.full_tensor(), 2 * grads[name])
 
 
+def _drops_summoned_gradients(rank: int, world: int) -> None:
+    """Dropped and given gradients are so on every rank, also without rows of a parameter."""
+    model = wrapped(net(), shared_mesh(world), auto_wrap_policy=KINDS, join_units_below=0)
+    model(batch(rank, 1)).square().mean().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(torch.equal(each.grad.full_tensor(), torch.ones(each.shape)) for each in model.parameters())
+
+
+def test_summoned_gradients_are_dropped_and_given_on_every_rank(pool2: Run) -> None:
+    pool2(_drops_summoned_gradients)
+
+
 def test_summoned_parameters(pool2: Run) -> None:
     pool2(_summons)
 

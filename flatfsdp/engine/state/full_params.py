@@ -178,15 +178,16 @@ class _SummonedHandle:
                     store(layout, handle.rank, shard, index, grad)
         grads = handle.face.grads_of_leaves()
         pieces, there = handle.at_rest.views_of(shard.to(handle.shard.device)), present.tolist()
-        for owned in layout.owned(handle.rank):
-            grad, piece = grads[owned.index] if grads else None, pieces[owned.index]
-            if grad is not None and not there[owned.index] and not handle.face.is_flat:
-                handle.face.holder_of(owned.index).grad = None
+        owned = [each.index for each in layout.owned(handle.rank)]
+        # Every rank has each gradient of a distributed parameter, also without elements.
+        for index in range(len(there)) if handle.face.is_distributed else owned:
+            grad, piece = grads[index] if grads else None, pieces[index]
+            if grad is not None and not there[index] and not handle.face.is_flat:
+                handle.face.holder_of(index).grad = None
             elif grad is not None:
                 grad.copy_(piece)  # of a flat one with zeros where the user has dropped it
-            elif there[owned.index] and not handle.face.is_flat:
-                holder = handle.face.holder_of(owned.index)
-                assign_grad(holder, handle.face.like_holder((owned.index,), piece.clone()))
+            elif there[index] and not handle.face.is_flat:
+                assign_grad(handle.face.holder_of(index), handle.face.like_holder((index,), piece.clone()))
 
 
 def _end_replaced(unit: Unit, *, takes: bool) -> tuple[dict[int, nn.Parameter], list[str]]:
