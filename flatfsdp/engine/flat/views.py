@@ -14,7 +14,6 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +36,6 @@ class ViewMode(enum.Enum):
 
 SHOWS_SHARD, SHOWS_UNSHARDED, SHOWS_NOTHING = ViewMode
 
-_FACTS = torch.Tensor.data_ptr, attrgetter("shape"), torch.Tensor.stride
 _CLASS = repeat("__class__")
 
 
