@@ -88,7 +88,7 @@ def leaves_of(param_refs: Iterable[ParamRef]) -> list[tuple[nn.Parameter, str]]:
 
 
 def names_of_leaves(units: Iterable[Unit]) -> dict[int, str]:
-    """The path of every parameter of `units` in their model, by the ids of its leaf and its inside."""
+    """The path of every parameter of `units` in their model, by the ids of its leaf and its holder."""
     return {
         id(parameter): unit.entries.fqn(spec.name)
         for unit in units
