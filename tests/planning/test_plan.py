@@ -181,6 +181,13 @@ def test_parameters_without_cuts_take_a_rank_each_at_least() -> None:
     assert (layout.shard_numel, layout.padding) == (64, 4 * 64 - 72)
 
 
+def test_alignment_may_need_more_than_the_parameters() -> None:
+    params = [ParamSpec(f"p{index}", (2,)) for index in range(100)]
+    layout = plan(params, {param.name: Whole() for param in params}, world=2, align=64)
+    assert len(layout.params) == 100 and layout.shard_numel == 50 * 64
+    padding.check(layout)
+
+
 def test_a_layout_refuses_cuts_inside_of_grains() -> None:
     weight, bias = ParamSpec("weight", (6, 4)), ParamSpec("bias", (3,))
     PlannedLayout.of_pieces([(16, [(0, weight, 8), (24, bias, 1)])], world=2)

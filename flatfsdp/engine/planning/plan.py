@@ -272,7 +272,8 @@ def _search(items: tuple[Item, ...], world: int, align: int) -> tuple[_Segment, 
         by_grain.setdefault(items[index][1], []).append(index)
     total = sum(numel for numel, _ in items)
     best: list[_Segment] = []
-    below = 4 * (total + lcm(align, *by_grain)) + 1  # everything fits in the first piece
+    aligned = sum(_round_up(numel, align) for numel, _ in items)
+    below = 4 * (aligned + lcm(align, *by_grain)) + 1  # everything fits in the first piece
     for groups in ([blocked + others], [blocked, others], [*by_grain.values(), others]):
         segments: list[_Segment] = []
         room = below
