@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_the_recommendation_is_the_least_traffic_that_fits() -> None:
     )
     least = min(peak for (_, units), peak in peaks.items() if units != "model")
     assert advised(peaks[4, "blocks"] - 1)[:2] == (8, "blocks")  # units are so small that layers are joined
-    assert peaks[advised(None)[:2]] == least and "it has the smallest peak of 12 ways" in advised(None)[2]
+    assert peaks[advised(None)[:2]] == least and "it has the smallest peak of 9 ways that overlap" in advised(None)[2]
     assert advised(1)[2].startswith("None of 12 ways fits into 1 B: the smallest peak is that of 8 shards x 1 replicas")
 
 
@@ -145,6 +146,19 @@ def test_units_layouts_and_the_call_that_shards_are_given() -> None:
     assert ways(advice) == [(2, 1, "model", "rows"), (2, 1, "blocks", "rows"), (2, 1, "layers", "rows")]
     assert [why for _, why in advice.left_out] == ["no replicas here"] * 3
     assert "left out: 1 shards x 2 replicas, units 'model', layout 'rows': no replicas here" in str(advice)
+
+
+def test_a_single_unit_is_recommended_if_nothing_else_fits() -> None:
+    first, *others = advise(net(), ranks=2, layouts=FLAT).choices
+    assert not first.overlaps
+    small = replace(first, plan=replace(first.plan, params=0, grads=0, buffers=0, at_peak={}))
+    best, sentence = recommended([small, *others], 1)
+    assert best is small and "of the 1 of 6 ways that fit into 1 B, it receives the least" in sentence
+    with torch.device("meta"):
+        alone = advise(nn.Linear(64, 64), ranks=4, layouts=FLAT)
+    assert [choice.overlaps for choice in alone.choices] == [False, False, True]
+    least = min(alone.choices, key=lambda choice: choice.plan.peak)
+    assert alone.recommended is least and f"{least.way.words}: it has the smallest peak of 3 ways, " in alone.sentence
 
 
 def test_the_table_marks_the_recommendation() -> None:

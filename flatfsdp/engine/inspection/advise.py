@@ -303,11 +303,15 @@ def _received(plan: Plan, way: Way, node: int) -> tuple[int, int]:
 
 def recommended(choices: list[Choice], memory: int | None) -> tuple[Choice, str]:
     """The choice to recommend, and the sentence that does."""
-    able = [each for each in choices if each.overlaps] or choices
+    able, overlap = [each for each in choices if each.overlaps], "overlap communication and "
+    # Copies on all ranks overlap reductions, but need the most memory.
+    if not any(each.way.shards > 1 if memory is None else each.plan.peak <= memory for each in able):
+        able, overlap = choices, ""
     smallest = min(able, key=lambda each: (each.plan.peak, each.across, each.inside, each.calls))
     if memory is None:
+        among = "ways that overlap communication" if overlap else "ways"
         return smallest, (
-            f"Recommended: {smallest.way.words}: it has the smallest peak of {len(choices)} ways, "
+            f"Recommended: {smallest.way.words}: it has the smallest peak of {len(able)} {among}, "
             f"{_size(smallest.plan.peak)}; with memory=, the one of those that fit that receives the least would be."
         )
     fit = [each for each in able if each.plan.peak <= memory]
@@ -318,7 +322,7 @@ def recommended(choices: list[Choice], memory: int | None) -> tuple[Choice, str]
         )
     best = min(fit, key=lambda each: (each.across, each.inside, each.calls, each.plan.peak))
     return best, (
-        f"Recommended: {best.way.words}: of the {len(fit)} of {len(choices)} ways that overlap communication and fit "
+        f"Recommended: {best.way.words}: of the {len(fit)} of {len(choices)} ways that {overlap}fit "
         f"into {_size(memory)}, it receives the least from other nodes, {_size(best.across)} a step, then the least "
         f"inside of its node, {_size(best.inside)}, in the fewest collectives, {best.calls}; its peak is "
         f"{_size(best.plan.peak)}."
