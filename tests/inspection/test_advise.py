@@ -161,6 +161,29 @@ def test_a_single_unit_is_recommended_if_nothing_else_fits() -> None:
     assert alone.recommended is least and f"{least.way.words}: it has the smallest peak of 3 ways, " in alone.sentence
 
 
+def test_options_are_about_the_modules_and_parameters_of_the_model() -> None:
+    model = net()
+    rows = {"by module": {model.blocks[0]: Rows(16)}}
+
+    def parameters(**options: Any) -> int:
+        advice = advise(model, ranks=2, units={"one": None}, layouts=rows, **options)
+        assert not advice.left_out and "by grains" in advice.choices[0].plan.units[0].kinds
+        (of_shards,), (of_copies,) = (choice.plan.units for choice in advice.choices)
+        assert of_shards.parameters == of_copies.parameters
+        return of_shards.parameters
+
+    assert parameters() == WHOLE // 4
+    assert parameters(ignored_modules=[model.blocks[1]]) == WHOLE // 4 - BLOCK
+    assert parameters(ignored_states=model.blocks[1].parameters()) == WHOLE // 4 - BLOCK
+
+
+def test_gathers_among_fewer_ranks_are_not_counted_as_those_over_all() -> None:
+    advice = advise(net(), ranks=4, units={"model": None}, layouts=FLAT, reshard_after_forward=2)
+    assert ways(advice) == [(2, 2, "model", "flat")]
+    assert [way.shards for way, _ in advice.left_out] == [4, 1]
+    assert advice.left_out[0][1].startswith("reshard_after_forward=2: some gathers are among fewer ranks than there")
+
+
 def test_the_table_marks_the_recommendation() -> None:
     lines = str(advise(net(), ranks=2, units={"blocks": {Block}}, layouts=FLAT, memory=2**30)).split("\n")
     assert [line.split("  ")[0] for line in lines[:3]] == ["shards x replicas", "2 x 1", "1 x 2"]
@@ -176,6 +199,16 @@ def test_the_table_marks_the_recommendation() -> None:
         ({"ranks": 2, "memory": 1.5}, ConfigValueError, "advise: memory: got 1.5"),
         ({"ranks": 2, "units": {nn.Linear}}, ConfigTypeError, "advise: units: got .* a mapping from names"),
         ({"ranks": 2, "layouts": {}}, ConfigTypeError, "advise: layouts: got .* with at least one"),
+        (
+            {"ranks": 2, "sharding_strategy": "SHARD_GRAD_OP"},
+            ConfigValueError,
+            "advise: sharding_strategy: got a value, but it differs between the ways",
+        ),
+        (
+            {"ranks": 2, "shard": lambda model, way: model, "use_orig_params": True},
+            ConfigValueError,
+            "advise: got use_orig_params with shard=, which makes the sharded model",
+        ),
         (
             {"ranks": 2, "layouts": {"x": "x"}},
             ConfigValueError,

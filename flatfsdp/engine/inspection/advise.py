@@ -17,6 +17,7 @@ from ...fully_sharded_data_parallel import FullyShardedDataParallel
 from ...wrap import CustomPolicy
 from ..agreement.process_groups import new_group
 from ..features.optimizer_in_backward import OptimizerInBackward
+from ..models.rest import outermost_model
 from .dry_run import Plan, dry_run, memory_plan
 from .summary import UnitSummary, aligned
 
@@ -162,7 +163,8 @@ def advise(
         shard: makes the sharded model of a copy of `model`, in another way than by `FullyShardedDataParallel`.
         accelerator: whether the job runs on accelerators, as for `dry_run`.
         microbatches, max_norm: as for `memory_plan`.
-        options: further arguments of `FullyShardedDataParallel`, such as `mixed_precision`.
+        options: further arguments of `FullyShardedDataParallel`, such as `mixed_precision`. Modules and parameters in
+            them, in `units` and in `layouts` are those of `model`. Not with `shard`.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument, or no way is permitted.
@@ -183,21 +185,28 @@ def advise(
     for name, named in (("units", units), ("layouts", layouts)):
         if named is not None and (not isinstance(named, Mapping) or not named):
             refuse_type(f"advise: {name}", named, "a mapping from names, with at least one")
+    _check_options(options, shard)
+    # Read once for all ways.
+    options = {name: [*value] if isinstance(value, Iterator) else value for name, value in options.items()}
     policies = dict(units) if units is not None else dict.fromkeys(units_of(model))
     found: list[Choice] = []
     left_out: list[tuple[Way, str]] = []
     for shards in shard_sizes(ranks, node):
         for unit in policies:
             for layout, given in (layouts or LAYOUTS).items():
-                its = _on_meta(model)
-                policy = policies[unit] if units is not None else units_of(its)[unit]
-                way = Way(shards, ranks // shards, unit, layout, policy, given)
+                # What is given may name modules and parameters of the model.
+                its, policy, its_layout, its_options = _on_meta(model, policies[unit], given, options)
+                if units is None:
+                    policy = units_of(its)[unit]
+                way = Way(shards, ranks // shards, unit, layout, policy, its_layout)
                 with dry_run(ranks, accelerator=accelerator):
                     try:
-                        sharded = shard(its, way) if shard is not None else _wrapped(its, way, options)
+                        sharded = shard(its, way) if shard is not None else _wrapped(its, way, its_options)
+                        _check_traffic(sharded)
                     except (ConfigValueError, UsageError) as error:
                         left_out.append((way, str(error)))
                         continue
+                    _leave_meta(sharded)
                     made = None if optimizer is None else optimizer(sharded)
                     plan = memory_plan(sharded, made, microbatches=microbatches, max_norm=max_norm)
                 found.append(Choice(way, plan, *_received(plan, way, node)))
@@ -254,12 +263,55 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module) is nn.Sequential
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the meta device: `model.to("meta")` would untie tied parameters."""
+def _on_meta(model: nn.Module, *about: Any) -> tuple[Any, ...]:
+    """A copy of `model` on the meta device, and of values in which modules and parameters of it are those of the copy.
+    `model.to("meta")` would untie tied parameters."""
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy((model, *about), memo)
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Let ignored parameters, and buffers, be on the device: in the dry run this takes no memory."""
+    known: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in known:
+                    made = torch.empty_like(tensor, device="cpu")
+                    is_trained = isinstance(tensor, nn.Parameter)
+                    known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_trained else made
+                tensors[name] = known[id(tensor)]  # type: ignore[assignment]
+
+
+# Arguments of `FullyShardedDataParallel` that differ between the ways, or that a dry run has no groups for.
+_CHOSEN = ("process_group", "sharding_strategy", "auto_wrap_policy", "device_mesh", "layout")
+
+
+def _check_options(options: Mapping[str, Any], shard: Any) -> None:
+    if shard is not None and options:
+        raise ConfigValueError(
+            f"advise: got {', '.join(options)} with shard=, which makes the sharded model. Pass them to "
+            "FullyShardedDataParallel or fully_shard there"
+        )
+    if chosen := [name for name in _CHOSEN if name in options]:
+        raise ConfigValueError(
+            f"advise: {chosen[0]}: got a value, but it differs between the ways that are compared. Pass units= for "
+            "policies, layouts= for layouts, or shard= to make the sharded model of each way"
+        )
+
+
+def _check_traffic(model: Any) -> None:
+    """Refuse a model with gathers among fewer ranks than there are shards: its traffic does not tell them apart."""
+    for unit in outermost_model(model, "advise").units:
+        if 0 < (count := unit.options.schedule.post_forward_ranks or 0) < unit.groups.shard.size:
+            raise ConfigValueError(
+                f"reshard_after_forward={count}: some gathers are among fewer ranks than there are shards, and the "
+                "traffic of a plan does not tell them apart. Accepted: True, False or None"
+            )
 
 
 def _wrapped(model: nn.Module, way: Way, options: Mapping[str, Any]) -> Any:
