@@ -305,12 +305,12 @@ def _check_options(options: Mapping[str, Any], shard: Any) -> None:
 
 
 def _check_traffic(model: Any) -> None:
-    """Refuse a model with gathers among fewer ranks than there are shards: its traffic does not tell them apart."""
+    """Refuse a model with gathers among fewer ranks than there are shards: a plan has one number for both."""
     for unit in outermost_model(model, "advise").units:
         if 0 < (count := unit.options.schedule.post_forward_ranks or 0) < unit.groups.shard.size:
             raise ConfigValueError(
                 f"reshard_after_forward={count}: some gathers are among fewer ranks than there are shards, and the "
-                "traffic of a plan does not tell them apart. Accepted: True, False or None"
+                "bytes of both are one number in a plan. Accepted: True, False or None"
             )
 
 
