@@ -1,0 +1,240 @@
+"""The ranks that step on whole matrices of which several ranks have parts, and what ranks send each other for it.
+
+[Note: owners] Each matrix has one *owner*, the same at every step, since its optimizer state stays there. A matrix that
+no shard boundary cuts is stepped on where it lies. The others are given out by their cost, the longest first, each to
+the rank that has least to compute so far, and among equal ones to that which has most of the matrix already. Matrices
+are exchanged in *buckets*, so that one bucket is sent while another is computed. Every bucket has about equally many
+elements for each owner, so that all ranks compute. Everything here is a function of layouts and costs, which are equal
+on all ranks, in integers only: no rank needs to tell another what it sends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ...errors import ConfigValueError, InternalError
+from ..layout.layout import FlatLayout, Span
+
+NOTHING = Span(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements of a matrix that one rank has.
+
+    Attributes:
+        rank: their rank.
+        span: the elements, in the matrix.
+    """
+
+    rank: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor that an optimizer has to see completely.
+
+    Attributes:
+        name: for messages.
+        shape: its shape.
+        parts: in rank order, without empty ones; together they are the matrix.
+        cost: of a step on it, in any unit.
+        asked: the rank that a user has chosen as its owner; or the one that has its state already.
+        kind: matrices of one kind can be exchanged together: a number for their dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    cost: int
+    asked: int | None = None
+    kind: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks have parts of it."""
+        return len(self.parts) > 1
+
+    def span_of(self, rank: int) -> Span:
+        """The elements that `rank` has; `[0, 0)` if it has none."""
+        return self._spans.get(rank, NOTHING)
+
+    @cached_property
+    def _spans(self) -> dict[int, Span]:
+        return {part.rank: part.span for part in self.parts}
+
+
+def parts_of(layout: FlatLayout, index: int, within: Span) -> tuple[Part, ...]:
+    """The parts that ranks have of the elements `within` the parameter `index`, counted from the first of these."""
+    start = layout.spans[index].start
+    segment = next(each for each in layout.segments if each.members.start <= index < each.members.stop)
+    piece = segment.span.numel // layout.world
+    if not piece or within.is_empty:
+        return ()
+    first = (start + within.start - segment.span.start) // piece
+    last = (start + within.stop - 1 - segment.span.start) // piece
+    found = []
+    for rank in range(first, last + 1):
+        own = within.intersect(layout.span_in_param(index, rank))
+        if not own.is_empty:
+            found.append(Part(rank, own.shift(-within.start)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class OwnerPlan:
+    """The owner of each matrix, and the order in which matrices are exchanged.
+
+    Attributes:
+        world: the number of ranks.
+        matrices: those that the optimizer steps on.
+        owners: for each its owner.
+        buckets: the matrices of each bucket, as indices, in the order of `matrices`; all of one kind.
+
+    Example:
+        >>> halves = (Part(0, Span(0, 4)), Part(1, Span(4, 8)))
+        >>> matrices = [Matrix("a", (2, 4), halves, cost=8), Matrix("b", (4, 2), halves, cost=8)]
+        >>> plan = OwnerPlan.of(matrices, world=2, bucket=8)
+        >>> plan.owners, plan.buckets, plan.sent(0), plan.returned(0), plan.imbalance
+        ((0, 1), ((0, 1),), 4, 4, 1.0)
+    """
+
+    world: int
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]
+    buckets: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix], *, world: int, bucket: int) -> OwnerPlan:
+        """The plan for `matrices`; `bucket`: the elements of a bucket, about.
+
+        Raises:
+            ConfigValueError: an owner that was asked for is no rank.
+        """
+        matrices = tuple(matrices)
+        owners = _balanced(matrices, world)
+        return cls(world, matrices, owners, _in_buckets(matrices, owners, max(1, bucket // world)))
+
+    def __post_init__(self) -> None:
+        """Verify that the parts of each matrix cover it, and that every matrix is in one bucket."""
+        for matrix in self.matrices:
+            end = 0
+            for part in matrix.parts:
+                if part.span.start != end or not 0 <= part.rank < self.world:
+                    raise InternalError(f"the parts {matrix.parts} of {matrix.name!r} are no partition of it")
+                end = part.span.stop
+            if end != matrix.numel:
+                raise InternalError(f"the parts of {matrix.name!r} have {end} of its {matrix.numel} elements")
+        if sorted(index for bucket in self.buckets for index in bucket) != [*range(len(self.matrices))]:
+            raise InternalError(f"the buckets {self.buckets} do not hold {len(self.matrices)} matrices once each")
+
+    # -- what ranks send -----------------------------------------------------------------------------------------------
+
+    def to_owner(self, bucket: Sequence[int], source: int, owner: int) -> Iterator[tuple[int, Span]]:
+        """The matrices of `bucket` of which `source` has a part and another rank, `owner`, is the owner; each with the
+        part. They are sent in this order, and in the same one back."""
+        if source == owner:
+            return
+        for index in bucket:
+            if self.owners[index] == owner:
+                span = self.matrices[index].span_of(source)
+                if not span.is_empty:
+                    yield index, span
+
+    def is_exchanged(self, bucket: Sequence[int]) -> bool:
+        """Whether any rank sends anything for the matrices of `bucket`: the same answer on all ranks."""
+        return any(part.rank != self.owners[index] for index in bucket for part in self.matrices[index].parts)
+
+    def sent(self, rank: int) -> int:
+        """The elements of gradients that `rank` sends to owners in a step, and as many of parameters: its parts of
+        matrices of other owners. As many updated ones come back."""
+        pairs = zip(self.matrices, self.owners, strict=True)
+        return sum(matrix.span_of(rank).numel for matrix, owner in pairs if owner != rank)
+
+    def returned(self, rank: int) -> int:
+        """The elements that `rank` sends back in a step: all of its matrices but its own parts. As many gradients, and
+        as many parameters, come to it before."""
+        pairs = zip(self.matrices, self.owners, strict=True)
+        return sum(matrix.numel - matrix.span_of(rank).numel for matrix, owner in pairs if owner == rank)
+
+    @property
+    def exchanges(self) -> int:
+        """The collectives of a step: one to the owners and one back for each bucket of which anything is cut."""
+        return 2 * sum(map(self.is_exchanged, self.buckets))
+
+    # -- balance -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """For each rank the cost of its matrices."""
+        loads = [0] * self.world
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            loads[owner] += matrix.cost
+        return tuple(loads)
+
+    @property
+    def imbalance(self) -> float:
+        """The cost of the rank that computes longest, as a multiple of the mean: 1 if all compute equally long."""
+        total = sum(self.loads)
+        return max(self.loads) * self.world / total if total else 1.0
+
+    def facts(self) -> Iterator[str]:
+        """Everything that has to be equal on all ranks, in words."""
+        yield f"world {self.world} buckets {self.buckets}"
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            parts = " ".join(f"{part.rank}:{part.span}" for part in matrix.parts)
+            yield f"{matrix.name!r} {matrix.shape} {matrix.kind} {owner} {parts}"
+
+
+def _balanced(matrices: Sequence[Matrix], world: int) -> tuple[int, ...]:
+    owners = [-1] * len(matrices)
+    loads = [0] * world
+    free = []
+    for index, matrix in enumerate(matrices):
+        if matrix.asked is not None and not 0 <= matrix.asked < world:
+            raise ConfigValueError(
+                f"owners: expected a rank from 0 to {world - 1} for {matrix.name!r}, found {matrix.asked}"
+            )
+        owner = matrix.asked if matrix.is_cut or matrix.asked is not None else matrix.parts[0].rank
+        if owner is None:
+            free.append(index)
+        else:
+            owners[index] = owner
+            loads[owner] += matrix.cost
+    idle = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(idle)
+    for index in sorted(free, key=lambda index: (-matrices[index].cost, index)):
+        while loads[idle[0][1]] != idle[0][0]:  # it was given a matrix since
+            heapq.heappop(idle)
+        least, owner = idle[0]
+        having = [part for part in matrices[index].parts if loads[part.rank] == least]
+        if having:
+            owner = max(having, key=lambda part: (part.span.numel, -part.rank)).rank
+        owners[index] = owner
+        loads[owner] += matrices[index].cost
+        heapq.heappush(idle, (loads[owner], owner))
+    return tuple(owners)
+
+
+def _in_buckets(matrices: Sequence[Matrix], owners: Sequence[int], share: int) -> tuple[tuple[int, ...], ...]:
+    """`share`: the elements of each owner in one bucket, about. Large matrices are in the first ones: the last bucket,
+    with which nothing overlaps, is a small one."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    given: dict[tuple[int, int], int] = defaultdict(int)  # elements, by owner and kind
+    for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].numel, index)):
+        matrix = matrices[index]
+        key = owners[index], matrix.kind
+        found[given[key] // share, matrix.kind].append(index)
+        given[key] += matrix.numel
+    return tuple(tuple(sorted(found[key])) for key in sorted(found))
