@@ -42,6 +42,8 @@ class _CheckedOptimizer(NamedTuple):
 
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
+# Optimizers that step on whole matrices, of which ranks have parts: their states have the shape of these.
+steps_on_wholes: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
@@ -213,6 +215,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             if holding is None:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
             for key, value in optimizer.state.get(parameter, {}).items():
+                if optimizer in steps_on_wholes:
+                    continue
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise UsageError(
                         f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has "

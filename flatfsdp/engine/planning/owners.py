@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,6 +21,7 @@ from ...errors import ConfigValueError, InternalError
 from ..layout.layout import FlatLayout, Span
 
 NOTHING = Span(0, 0)
+Piece = tuple[int, Span]  # the index of a matrix, and elements of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +142,26 @@ class OwnerPlan:
 
     # -- what ranks send -----------------------------------------------------------------------------------------------
 
-    def to_owner(self, bucket: Sequence[int], source: int, owner: int) -> Iterator[tuple[int, Span]]:
-        """The matrices of `bucket` of which `source` has a part and another rank, `owner`, is the owner; each with the
-        part. They are sent in this order, and in the same one back."""
-        if source == owner:
-            return
+    def outgoing(self, bucket: Iterable[int], rank: int) -> list[list[Piece]]:
+        """For each owner the parts of its matrices in `bucket` that `rank` sends to it, in this order; they come back
+        in the same one."""
+        found: list[list[Piece]] = [[] for _ in range(self.world)]
         for index in bucket:
-            if self.owners[index] == owner:
-                span = self.matrices[index].span_of(source)
-                if not span.is_empty:
-                    yield index, span
+            span, owner = self.matrices[index].span_of(rank), self.owners[index]
+            if owner != rank and not span.is_empty:
+                found[owner].append((index, span))
+        return found
 
-    def is_exchanged(self, bucket: Sequence[int]) -> bool:
+    def incoming(self, bucket: Iterable[int], owner: int) -> list[list[Piece]]:
+        """For each rank the parts of matrices in `bucket` that it sends to `owner`: its `outgoing` ones to it."""
+        found: list[list[Piece]] = [[] for _ in range(self.world)]
+        for index in bucket:
+            for part in self.matrices[index].parts if self.owners[index] == owner else ():
+                if part.rank != owner:
+                    found[part.rank].append((index, part.span))
+        return found
+
+    def is_exchanged(self, bucket: Iterable[int]) -> bool:
         """Whether any rank sends anything for the matrices of `bucket`: the same answer on all ranks."""
         return any(part.rank != self.owners[index] for index in bucket for part in self.matrices[index].parts)
 

@@ -1,0 +1,468 @@
+"""Public function for optimizers that need whole matrices, to step on parameters of which each rank has a part.
+
+[Note: matrix steps] While the optimizer steps, stand-ins of it hold whole matrices, each on one rank, its owner
+([Note: owners], [Note: matrix exchange]). The class's own `step` computes there, on the shapes, gradients and states of
+one process, so it computes the same numbers. Programs see the same optimizer, over the same parameters, at all times.
+The state of a matrix is in `optimizer.state` of its owner, with the shapes of one process, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
+from ..base.hashing import hash63
+from ..base.overrides import is_memoryless
+from ..flat.faces import adoptions
+from ..flat.flat_param import FlatParamHandle
+from ..guards.optimizer_hooks import is_at_work, steps_on_wholes
+from ..models import param_registry as registry
+from ..models.rest import models_of
+from ..planning.owners import Matrix, OwnerPlan, parts_of
+from ..runtime.unit import Unit
+from ..state.optim.optimizer_clone import clone_over, unhooked_step
+from .fused_steps import is_fused
+from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
+from .matrix_exchange import Entry, MatrixExchange, Slot, Whole
+from .optimizer_in_backward import optimizers_of
+
+State = dict[str, Any]
+EXPERTS = "experts"  # the key of the states of a parameter's matrices, by number, if it has several
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What an optimizer steps on, found from its param groups and the models.
+
+    Attributes:
+        facts: from which it was found.
+        exchanges: of matrices, by axis.
+        rest: the parameters that each rank steps on as they are, by param group.
+        units: the units of the matrices.
+        call: the name of a step for comparison over ranks, with a hash of all plans.
+    """
+
+    facts: tuple[Any, ...]
+    exchanges: tuple[MatrixExchange, ...]
+    rest: list[list[nn.Parameter]]
+    units: tuple[Unit, ...]
+    call: str
+
+
+class MatrixSteps:
+    """The steps of one optimizer on whole matrices; returned by `matrix_steps`, and constructed only there.
+
+    Attributes:
+        optimizer: the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        adapter: Adapter,
+        owners: Mapping[int, int],
+        cost: Callable[[Shape], int],
+        bucket_bytes: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self._adapter, self._asked, self._cost, self._bucket_bytes = adapter, dict(owners), cost, bucket_bytes
+        # By the id of the parameter and the number of the matrix: an owner keeps its matrices, since it has their
+        # states. Parameters of an optimizer live as long as it does.
+        self._owners: dict[tuple[int, int | None], int] = {}
+        self._steps: _Steps | None = None
+        self._stand_in: torch.optim.Optimizer | None = None
+        self._given: tuple[State, list[State]] = {}, []  # attributes and groups of the stand-in before its step
+        self._changes: tuple[State, list[State]] = {}, []  # what steps on matrices have changed of them
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+        steps_on_wholes.add(optimizer)
+
+    @property
+    def plans(self) -> tuple[OwnerPlan, ...]:
+        """The owners of all matrices, for each axis of ranks; empty before the first step."""
+        return tuple(exchange.plan for exchange in self._steps.exchanges) if self._steps is not None else ()
+
+    def summary(self) -> str:
+        """The matrices, their owners' balance and what a step sends, in a sentence for each axis of ranks."""
+        lines = []
+        for exchange in self._steps.exchanges if self._steps is not None else ():
+            plan, size = exchange.plan, _itemsizes(exchange)
+            cut, rank = sum(matrix.is_cut for matrix in plan.matrices), exchange.transport.group.rank
+            lines.append(
+                f"{len(plan.matrices)} matrices on {plan.world} ranks, {cut} of them cut, in {len(plan.buckets)} "
+                f"buckets: the longest step costs {plan.imbalance:.2f} of the mean; rank "
+                f"{exchange.transport.group.ranks[rank]} sends {2 * size * plan.sent(rank):,} bytes to owners and "
+                f"{size * plan.returned(rank):,} back, in {plan.exchanges} all-to-alls"
+            )
+        return "\n".join(lines) or "no step so far"
+
+    def remove(self) -> None:
+        """Let the optimizer step on this rank's parts again.
+
+        Raises:
+            UsageError: it has states of whole matrices.
+        """
+        if any(has_state(self.optimizer, slot) for slot, _ in _managed(self.optimizer)):
+            raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
+        for hook in self._hooks:
+            hook.remove()
+        steps_on_wholes.discard(self.optimizer)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A pre-hook of `optimizer.step()`: steps on all matrices, and leaves the other parameters to a stand-in."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise UsageError(
+                "matrix_steps: step() was called with a closure, which would compute gradients after matrices were "
+                "exchanged. Run the backward before step()"
+            )
+        if is_at_work(optimizer):
+            raise UsageError("matrix_steps: this optimizer cannot step in backwards; call its step() after them")
+        steps = self._found()
+        changes: State = {}
+        of_groups: list[State] = [{} for _ in optimizer.param_groups]
+        with torch.no_grad(), ExitStack() as calls:
+            for model in models_of(steps.units):
+                calls.enter_context(model.agreement.collective_call(steps.call))
+            for exchange in steps.exchanges if not is_memoryless() else ():
+                present = exchange.with_gradients(lambda entry: bool(self._state(entry)))
+                exchange.step(present, lambda wholes: self._step_on(wholes, changes, of_groups))
+                written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
+                torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
+        made = self._stand_in = clone_over(optimizer, steps.rest)
+        self._given = dict(vars(made)), [dict(group) for group in made.param_groups]
+        self._changes = changes, of_groups
+        return (made, *args[1:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A post-hook of `optimizer.step()`: takes over what steps changed for all parameters of a group."""
+        made, self._stand_in = self._stand_in, None
+        if made is None:
+            return
+        (attributes, settings), (changes, of_groups) = self._given, self._changes
+        optimizer.__dict__.update(changes | _changed(vars(made), attributes))
+        for group, used, given, new in zip(optimizer.param_groups, made.param_groups, settings, of_groups, strict=True):
+            group.update(new | _changed(used, given))
+
+    def _step_on(self, wholes: Sequence[Whole], changes: State, of_groups: list[State]) -> None:
+        """Step on whole matrices. What the step changes for a whole group is kept for `_after_step`: each bucket begins
+        with the settings that the groups had before the step."""
+        optimizer = self.optimizer
+        params: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for whole in wholes:
+            params[whole.entry.slot.group].append(whole.parameter)
+        made = clone_over(optimizer, params)
+        made.state = defaultdict(dict, {whole.parameter: self._state(whole.entry) for whole in wholes})
+        made.state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        made.param_groups = [group for group in made.param_groups if group["params"]]
+        numbers = [number for number, each in enumerate(params) if each]
+        attributes, settings = dict(vars(made)), [dict(group) for group in made.param_groups]
+        versions = [(name, value, value._version) for name, value in _tensors(settings)]
+        unhooked_step(made)
+        if counted := [name for name, value, version in versions if value._version != version]:
+            raise UsageError(
+                f"matrix_steps: a step of this {type(made).__name__} writes to {counted[0]!r} of a param group, in "
+                "place, and would do so for each bucket of matrices. Use a setting of it that is no tensor"
+            )
+        for number, used, given in zip(numbers, made.param_groups, settings, strict=True):
+            of_groups[number].update(_changed(used, given))
+        changes.update(_changed(vars(made), attributes))
+        for whole in wholes:
+            self._keep(whole.entry, made.state.pop(whole.parameter, {}))
+        optimizer.state.update(made.state)  # what it keeps for no parameter
+
+    def _state(self, entry: Entry) -> State:
+        """This rank's state of a matrix; empty if it has none."""
+        state: State = self.optimizer.state.get(entry.slot.parameter, {})
+        if entry.seen.expert is not None:
+            found: State = state.get(EXPERTS, {}).get(entry.seen.expert, {})
+            return found
+        return state
+
+    def _keep(self, entry: Entry, state: State) -> None:
+        if not state:
+            return
+        if entry.seen.expert is None:
+            self.optimizer.state[entry.slot.parameter] = state
+        else:
+            self.optimizer.state[entry.slot.parameter].setdefault(EXPERTS, {})[entry.seen.expert] = state
+
+    # -- what is stepped on --------------------------------------------------------------------------------------------
+
+    def _found(self) -> _Steps:
+        """What the optimizer steps on now; found again after changes of its param groups or of models."""
+        groups = self.optimizer.param_groups
+        facts = registry.generation, adoptions.count, [list(map(id, group["params"])) for group in groups]
+        if self._steps is None or self._steps.facts != facts:
+            self._steps = self._find(facts)
+        return self._steps
+
+    def _find(self, facts: tuple[Any, ...]) -> _Steps:
+        rest: list[list[nn.Parameter]] = [[*group["params"]] for group in self.optimizer.param_groups]
+        by_axis: dict[int, tuple[Any, list[Entry]]] = {}
+        units: dict[Unit, None] = {}
+        taken: set[int] = set()
+        for slot, unit in _managed(self.optimizer):
+            units[unit] = None
+            taken.add(id(slot.parameter))
+            transport = unit.axes.transports_of(slot.handle).gather
+            key = id(transport.group.process_group)
+            entries = by_axis.setdefault(key, (transport, []))[1]
+            entries += entries_of(slot, self._adapter, self.optimizer.param_groups[slot.group])
+        exchanges = tuple(self._exchange(*each) for each in by_axis.values())
+        words = "\n".join(line for exchange in exchanges for line in exchange.plan.facts())
+        count = sum(len(exchange.entries) for exchange in exchanges)
+        call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
+        rest = [[each for each in params if id(each) not in taken] for params in rest]
+        return _Steps(facts, exchanges, rest, tuple(units), call)
+
+    def _exchange(self, transport: Any, entries: list[Entry]) -> MatrixExchange:
+        matrices: list[Matrix] = []
+        kinds: dict[torch.dtype, int] = {}
+        for entry in entries:
+            slot, seen = entry
+            key = id(slot.parameter), seen.expert
+            asked = self._owners.get(key, self._asked.get(key[0]))
+            kind = kinds.setdefault(slot.parameter.dtype, len(kinds))
+            parts = parts_of(slot.handle.layout, slot.index, seen.span)
+            name = slot.name if seen.expert is None else f"matrix {seen.expert} of {slot.name}"
+            matrices.append(Matrix(name, seen.shape, parts, int(self._cost(seen.shape)), asked, kind))
+        size = max((dtype.itemsize for dtype in kinds), default=1)
+        world = transport.group.size
+        plan = OwnerPlan.of(matrices, world=world, bucket=max(1, self._bucket_bytes // size))
+        for (slot, seen), owner in zip(entries, plan.owners, strict=True):
+            self._owners[id(slot.parameter), seen.expert] = owner
+        return MatrixExchange(transport, plan, entries)
+
+
+def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[Entry]:
+    """The matrices of one parameter, none if it has no elements: a step on a matrix without elements divides by zero in
+    some optimizers, and does nothing otherwise.
+
+    Raises:
+        UsageError: the optimizer cannot step on them.
+    """
+    spec = slot.handle.layout.params[slot.index]
+    if not spec.numel:
+        return []
+    try:
+        adapter.check(group, slot.parameter.dtype)
+        return [Entry(slot, seen) for seen in adapter.seen(spec)]
+    except UsageError as error:
+        raise UsageError(f"matrix_steps: {slot.name}: {error}") from None
+
+
+def _managed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Unit]]:
+    """The parameters of units that `optimizer` holds, in the order of its param groups, which is that of all ranks.
+
+    Raises:
+        UsageError: one of them is no matrix, or is a part of one, in a way that is not supported.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            unit = registry.owner_of(parameter)
+            if unit is None:
+                continue
+            found = next(_places(unit, parameter), None)
+            if found is None:
+                raise UsageError(
+                    f"matrix_steps: param group {number} of the optimizer holds a parameter of unit {unit.label} that "
+                    "is no shard. Build the optimizer from model.parameters() between iterations"
+                )
+            handle, index = found
+            spec = handle.layout.params[index]
+            slot = Slot(parameter, handle, index, number, f"parameter {spec.name!r} of unit {unit.label}")
+            _check_place(unit, slot)
+            yield slot, unit
+
+
+def _places(unit: Unit, parameter: nn.Parameter) -> Iterator[tuple[FlatParamHandle, int]]:
+    for handle in unit.handles:
+        for index, holder in enumerate(handle.face.holders):
+            if holder is parameter:
+                yield handle, index
+
+
+def _check_place(unit: Unit, slot: Slot) -> None:
+    handle, index = slot.handle, slot.index
+    if handle.face.is_flat:
+        raise UsageError(
+            f"matrix_steps: unit {unit.label} has one flat parameter, in which there are no matrices"
+            f"{handle.face.words.or_remedy}"
+        )
+    leaf, views = handle.leaves[index], unit.views[unit.handles.index(handle)]
+    if handle.layout.params[index].part is not None or any(each.leaf is leaf for each in views.extended):
+        raise UsageError(
+            f"matrix_steps: {slot.name} is stored as a part of a tensor, or in another form than modules see it "
+            "(tensor parallelism, gather hooks, quantized parameters): its shards do not make the matrix. Give it to "
+            "an element-wise optimizer"
+        )
+    here = handle.face.local_of(slot.parameter).device
+    if here.type != handle.device.type:
+        raise UsageError(
+            f"matrix_steps: {slot.name} is on {here}, but its unit communicates on {handle.device}. Matrices cannot be "
+            "exchanged with CPUOffload(offload_params=True)"
+        )
+
+
+def has_state(optimizer: torch.optim.Optimizer, slot: Slot) -> bool:
+    """Whether this rank has optimizer state of the parameter."""
+    return bool(optimizer.state.get(slot.parameter))
+
+
+def _itemsizes(exchange: MatrixExchange) -> int:
+    return max((entry.slot.parameter.dtype.itemsize for entry in exchange.entries), default=1)
+
+
+def _changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> State:
+    return {name: value for name, value in found.items() if name not in given or value is not given[name]}
+
+
+def _tensors(settings: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in settings:
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
+
+
+def matrix_steps(
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+    params: Iterable[Any] | None = None,
+    *,
+    sees: str | None = None,
+    owners: Mapping[nn.Parameter, int] | None = None,
+    cost: Callable[[tuple[int, ...]], int] | None = None,
+    bucket_bytes: int = 64 * MEBIBYTE,
+) -> MatrixSteps:
+    """Let an optimizer that needs whole matrices (Muon, Adafactor, Shampoo) step on sharded parameters.
+
+    For `use_orig_params=True` and `fully_shard`. In `optimizer.step()`, each matrix that shards have parts of is put
+    together on one rank, its owner: the others send it their parts of gradient and parameter. The optimizer's own step
+    computes there, on whole matrices, with the numbers that it would compute in one process with the same gradients,
+    bit for bit; updated parts are sent back. Owners are balanced by cost, and keep their matrices, since the optimizer
+    state of a matrix stays with its owner.
+
+    The optimizer is the same object over the same parameters: schedulers, clipping, hooks and gradient scalers work as
+    before. Every rank must call its `step()`, which is collective: one small gather, and two all-to-alls for each
+    bucket of matrices. If a matrix has a gradient on some of its ranks, and none on others, all ranks raise.
+
+    - *Replicas* (HYBRID_SHARD): each replica computes all matrices over its own shard group.
+    - *State dicts*: `optimizer.state_dict()` has this rank's matrices only, with whole shapes;
+      `FullyShardedDataParallel.optim_state_dict` and `checkpoint.save` refuse them so far.
+    - *Refused*, in words: flat parameters (`use_orig_params=False`), parts of tensor parallelism, parameters offloaded
+      to the CPU, gradients of another dtype than the parameter, `optimizer_in_backward`, closures.
+
+    Args:
+        optimizer: over parameters of models that were wrapped before; or, for a class that refuses to be built on parts
+            of matrices as Muon does, a function that builds it from `params`, like `functools.partial(Muon, lr=0.02)`.
+            It is called with a matrix in place of each parameter, and the result holds the parameters themselves.
+        params: the parameters, or param groups, for that function.
+        sees: what the optimizer has to see completely: `"matrices"`, one for each expert of tensors with three
+            dimensions; `"tensors"`, whole ones of any shape; or `"shampoo"`, the same with the costs of its roots. By
+            default what is known of torch's Muon and Adafactor.
+        owners: owners of some parameters, as ranks of the shard group; the others are balanced.
+        cost: of a step on a matrix, from its shape, by which owners are balanced; by default that of the optimizer.
+        bucket_bytes: bytes of a bucket's matrices, over all ranks.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument of another type; an owner that is no rank, at the first step.
+        UsageError: an optimizer of another class, without `sees`; parameters that cannot be exchanged; steps that are
+            fused, or taken in backwards; state from before.
+
+    Example (in a process group of one rank):
+        >>> import functools, torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(4, 4, bias=False), use_orig_params=True)
+        >>> steps = flatfsdp.matrix_steps(functools.partial(torch.optim.Muon, lr=0.1), model.parameters())
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> steps.optimizer.step()
+        >>> steps.optimizer.state[model.weight]["momentum_buffer"].shape
+        torch.Size([4, 4])
+    """
+    name = "matrix_steps"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer) or params is None:
+            refuse_type(
+                f"{name}: optimizer",
+                optimizer,
+                "an optimizer of torch.optim, or a class derived from it; or a function that makes one, with params=",
+            )
+        optimizer = _built(optimizer, params)
+    elif params is not None:
+        raise ConfigValueError(f"{name}: params= is for a function that builds the optimizer, which holds its own")
+    if sees is not None and sees not in NAMED:
+        refuse_value(f"{name}: sees", sees, ", ".join(map(repr, NAMED)))
+    cls = type(optimizer)
+    adapter = ADAPTERS.get(cls) if sees is None else NAMED[sees]
+    if adapter is None:
+        raise UsageError(
+            f"{name}(): it is not known what {cls.__module__}.{cls.__qualname__} has to see completely; known are "
+            f"{', '.join(each.__name__ for each in ADAPTERS)}. Pass sees='matrices' if it steps on each matrix by "
+            "itself (as Muon), sees='tensors' if on each parameter; an element-wise optimizer needs no matrices"
+        )
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        refuse_value(f"{name}: bucket_bytes", bucket_bytes, "an int of at least 1")
+    _check_alone(optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    asked = {id(parameter): rank for parameter, rank in (owners or {}).items()}
+    if strangers := asked.keys() - set(map(id, held)):
+        raise ConfigValueError(f"{name}: owners= has {len(strangers)} parameters that the optimizer does not hold")
+    for slot, _ in _managed(optimizer):
+        entries_of(slot, adapter, optimizer.param_groups[slot.group])
+        if has_state(optimizer, slot):
+            raise UsageError(
+                f"{name}(): the optimizer has state of {slot.name} already, which would be that of a part of it. Call "
+                f"{name}() before the first step, and load states afterwards"
+            )
+    return MatrixSteps(optimizer, adapter, asked, cost or adapter.cost, bucket_bytes)
+
+
+def _check_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if something else steps for `optimizer`."""
+    name = type(optimizer).__name__
+    if not {"state", "param_groups"} <= vars(optimizer).keys():
+        raise UsageError(f"matrix_steps(): this {name} has no state of its own; pass the optimizer that it contains")
+    if optimizer in steps_on_wholes:
+        raise UsageError(f"matrix_steps(): this {name} steps on whole matrices already")
+    if is_fused(optimizer):
+        raise UsageError(f"matrix_steps(): steps of this {name} are fused; call remove() of its FusedSteps first")
+    if any(optimizer is each.optimizer for model in registry.models for each in optimizers_of(model).all):
+        raise UsageError(
+            f"matrix_steps(): this {name} steps in backwards, unit by unit; matrices are exchanged by all ranks "
+            "together. Call remove() of its OptimizerInBackward first"
+        )
+
+
+def _built(make: Callable[[Any], torch.optim.Optimizer], params: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer that `make` builds, over `params` in spite of their shapes: it is built on matrices of one element,
+    which are then replaced."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    real: list[list[nn.Parameter]] = []
+    shown: list[dict[str, Any]] = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        real.append([each[1] if isinstance(each, tuple) else each for each in members])  # may be named
+        shown.append({**group, "params": [_matrix_like(each) for each in members]})
+    optimizer = make(shown)
+    for group, members in zip(optimizer.param_groups, real, strict=True):
+        group["params"] = members
+    return optimizer
+
+
+def _matrix_like(member: Any) -> Any:
+    if isinstance(member, tuple):
+        return member[0], _matrix_like(member[1])
+    shown = torch.zeros((1, 1), dtype=member.dtype, device=member.device)
+    return nn.Parameter(shown, requires_grad=member.requires_grad)
