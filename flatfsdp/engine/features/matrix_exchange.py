@@ -31,7 +31,9 @@ from ..transports.all_to_all import start_all_to_all
 from ..transports.blocking import gather_now
 from .matrix_adapters import Seen
 
-NO_ELEMENTS, WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE = 0, 1, 2, 4
+# Flags of a matrix on one rank: of its gradient, if the rank has elements; and of its optimizer state, which is that of
+# the whole matrix, or of the rank's part.
+WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,18 +118,19 @@ class MatrixExchange:
 
     def __init__(self, transport: Transport, plan: OwnerPlan, entries: Sequence[Entry]) -> None:
         self.transport, self.plan, self.entries = transport, plan, entries
-        self._rank = transport.group.rank
+        self.rank = transport.group.rank
 
-    def with_gradients(self, has_state: Callable[[Entry], bool]) -> frozenset[int]:
-        """The matrices that have a gradient. Collective: a byte for each matrix and rank.
+    def look(self, form_of: Callable[[Entry], int]) -> tuple[frozenset[int], bool]:
+        """The matrices that have a gradient, and whether any rank has optimizer state of a part of one. Collective: a
+        byte for each matrix and rank. `form_of`: the flag of this rank's state.
 
         Raises:
             UsageError: on all ranks: only some of the ranks that have elements of a matrix have a gradient; a rank that
                 is not the owner has state of it.
         """
-        flags = torch.tensor([self._flag(i, has_state) for i in range(len(self.entries))], dtype=torch.uint8)
+        flags = torch.tensor([self._flag(i, form_of) for i in range(len(self.entries))], dtype=torch.uint8)
         found = gather_now(self.transport, flags.to(self.transport.device.device)).tolist()
-        present = []
+        present, in_parts = [], False
         for index, of_ranks in enumerate(zip(*found, strict=True)):
             having = [rank for rank, flag in enumerate(of_ranks) if flag & WITH_GRADIENT]
             lacking = [rank for rank, flag in enumerate(of_ranks) if flag & WITHOUT_GRADIENT]
@@ -139,21 +142,25 @@ class MatrixExchange:
                     "None on all ranks or on none"
                 )
             strangers = [rank for rank, flag in enumerate(of_ranks) if flag & WITH_STATE]
-            if strangers and strangers != [self.plan.owners[index]]:
+            parts = [rank for rank, flag in enumerate(of_ranks) if flag & IN_PARTS]
+            in_parts = in_parts or bool(parts)
+            if strangers and (parts or strangers != [self.plan.owners[index]]):
                 raise UsageError(
                     f"matrix_steps: {self._named(strangers)} has optimizer state of {self.entries[index].slot.name}, "
-                    f"whose owner is {self._named([self.plan.owners[index]])}: it was loaded with other owners, or "
-                    "made before matrix_steps(). Pass the owners with which it was made as owners="
+                    f"whose owner is {self._named([self.plan.owners[index]])}"
+                    f"{f', and {self._named(parts)} of parts of it' if parts else ''}: it was loaded with other owners, "
+                    "or on some ranks only. Load by name (FullyShardedDataParallel.optim_state_dict_to_load, or "
+                    "checkpoint.load) on all ranks, or pass the owners with which it was made as owners="
                 )
             if having:
                 present.append(index)
-        return frozenset(present)
+        return frozenset(present), in_parts
 
-    def _flag(self, index: int, has_state: Callable[[Entry], bool]) -> int:
+    def _flag(self, index: int, form_of: Callable[[Entry], int]) -> int:
         entry = self.entries[index]
-        state = WITH_STATE * has_state(entry)
-        if self.plan.matrices[index].span_of(self._rank).is_empty:
-            return NO_ELEMENTS + state
+        state = form_of(entry)
+        if self.plan.matrices[index].span_of(self.rank).is_empty:
+            return state
         return (WITHOUT_GRADIENT if entry.slot.parameter.grad is None else WITH_GRADIENT) + state
 
     def _named(self, ranks: Iterable[int]) -> str:
@@ -181,8 +188,8 @@ class _Bucket:
     """One bucket on its way: `send`, `step`, `send_back` and `finish` are called in this order."""
 
     def __init__(self, exchange: MatrixExchange, indices: Sequence[int]) -> None:
-        self._entries, self._transport = exchange.entries, exchange.transport
-        self._plan, self._rank = exchange.plan, exchange._rank
+        self._exchange_of, self._entries = exchange, exchange.entries
+        self._plan, self._rank = exchange.plan, exchange.rank
         self._indices = indices
         self._moves = self._plan.is_exchanged(indices)
         self._outgoing = self._plan.outgoing(indices, self._rank)
@@ -194,7 +201,7 @@ class _Bucket:
     def send(self) -> None:
         """Send this rank's parts of gradients and parameters to their owners."""
         sections = []
-        for index, span in _each(self._outgoing):
+        for index, span in each_piece(self._outgoing):
             entry = self._entries[index]
             own, gradient = self._local(entry.slot)
             sections += [entry.within(gradient, span), entry.within(own, span)]
@@ -208,7 +215,7 @@ class _Bucket:
             if self._plan.owners[index] == self._rank:
                 wholes[index], gradients[index] = self._prepare(index)
         arrived = self._arrived
-        for index, span in _each(self._incoming):
+        for index, span in each_piece(self._incoming):
             gradients[index][span.slice].copy_(arrived[: span.numel])
             wholes[index].flat[span.slice].copy_(arrived[span.numel : 2 * span.numel])
             arrived = arrived[2 * span.numel :]
@@ -223,7 +230,7 @@ class _Bucket:
 
     def send_back(self) -> None:
         """Send the updated parts of this rank's matrices to the ranks that they are of."""
-        sections = [self._wholes[index].flat[span.slice] for index, span in _each(self._incoming)]
+        sections = [self._wholes[index].flat[span.slice] for index, span in each_piece(self._incoming)]
         self._returned = self._exchange(sections, self._outgoing, self._incoming, each=1)
         self._wholes = {}
 
@@ -231,7 +238,7 @@ class _Bucket:
         """Wait for updated parts of this rank, and write them to the shards."""
         self._pending.wait()
         returned = self._returned
-        for index, span in _each(self._outgoing):
+        for index, span in each_piece(self._outgoing):
             entry = self._entries[index]
             entry.within(self._local(entry.slot)[0], span).copy_(returned[: span.numel])
             returned = returned[span.numel :]
@@ -272,15 +279,38 @@ class _Bucket:
         """Start to send `sections`, those of the pieces `going` to each rank, and return the memory that those
         `coming` from each will have; `each`: the numbers for an element."""
         reference = self._local(self._entries[self._indices[0]].slot)[0]
-        arriving, sending = (
-            [each * sum(span.numel for _, span in pieces) for pieces in of_ranks] for of_ranks in (coming, going)
-        )
+        arriving, sending = counted(coming, each), counted(going, each)
         arrived = reference.new_empty(sum(arriving))
         if self._moves:
             sent = torch.cat(sections) if sections else reference.new_empty(0)
-            self._pending = start_all_to_all(self._transport, arrived, sent, arriving, sending)
+            self._pending = start_all_to_all(self._exchange_of.transport, arrived, sent, arriving, sending)
         return arrived
 
 
-def _each(of_ranks: Iterable[Iterable[Piece]]) -> Iterable[Piece]:
+def each_piece(of_ranks: Iterable[Iterable[Piece]]) -> Iterable[Piece]:
+    """The pieces of all ranks, in rank order."""
     return (piece for pieces in of_ranks for piece in pieces)
+
+
+def counted(of_ranks: Iterable[Iterable[Piece]], each: int = 1) -> list[int]:
+    """The numbers that are sent for the pieces of each rank; `each`: for an element."""
+    return [each * sum(span.numel for _, span in pieces) for pieces in of_ranks]
+
+
+def exchange_pieces(
+    exchange: MatrixExchange,
+    indices: Sequence[int],
+    sections: Sequence[torch.Tensor],
+    coming: Sequence[Sequence[Piece]],
+    going: Sequence[Sequence[Piece]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Send `sections`, the pieces `going` to each rank, of these matrices, and return those that are `coming`, one
+    after the other. Collective, if any rank sends something."""
+    arrived = torch.empty(sum(counted(coming)), dtype=dtype, device=device)
+    if exchange.plan.is_exchanged(indices):
+        sent = torch.cat([*sections]) if sections else arrived.new_empty(0)
+        start_all_to_all(exchange.transport, arrived, sent, counted(coming), counted(going)).wait()
+    return arrived

@@ -8,6 +8,7 @@ The state of a matrix is in `optimizer.state` of its owner, with the shapes of o
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,10 +32,10 @@ from ..state.optim.optimizer_clone import clone_over, unhooked_step
 from .fused_steps import is_fused
 from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
 from .matrix_exchange import Entry, MatrixExchange, Slot, Whole
+from .matrix_states import form_of, keep_whole, to_owners, to_shards, whole_state
 from .optimizer_in_backward import optimizers_of
 
 State = dict[str, Any]
-EXPERTS = "experts"  # the key of the states of a parameter's matrices, by number, if it has several
 MEBIBYTE = 2**20
 
 
@@ -85,7 +86,7 @@ class MatrixSteps:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
-        steps_on_wholes.add(optimizer)
+        steps_on_wholes[optimizer] = weakref.ref(self)
 
     @property
     def plans(self) -> tuple[OwnerPlan, ...]:
@@ -116,7 +117,14 @@ class MatrixSteps:
             raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
         for hook in self._hooks:
             hook.remove()
-        steps_on_wholes.discard(self.optimizer)
+        steps_on_wholes.pop(self.optimizer, None)
+
+    @torch.no_grad()
+    def to_shards(self) -> None:
+        """Divide the states of matrices among the shards, as for an element-wise optimizer; the next step brings them
+        to the owners again. Collective. [Note: states of matrices]"""
+        for exchange in self._found().exchanges:
+            to_shards(exchange, self.optimizer.state)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -136,7 +144,9 @@ class MatrixSteps:
             for model in models_of(steps.units):
                 calls.enter_context(model.agreement.collective_call(steps.call))
             for exchange in steps.exchanges if not is_memoryless() else ():
-                present = exchange.with_gradients(lambda entry: bool(self._state(entry)))
+                present, in_parts = exchange.look(lambda entry: form_of(optimizer.state, entry))
+                if in_parts:
+                    to_owners(exchange, optimizer.state)
                 exchange.step(present, lambda wholes: self._step_on(wholes, changes, of_groups))
                 written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
                 torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
@@ -163,7 +173,7 @@ class MatrixSteps:
         for whole in wholes:
             params[whole.entry.slot.group].append(whole.parameter)
         made = clone_over(optimizer, params)
-        made.state = defaultdict(dict, {whole.parameter: self._state(whole.entry) for whole in wholes})
+        made.state = defaultdict(dict, {whole.parameter: whole_state(optimizer.state, whole.entry) for whole in wholes})
         made.state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         made.param_groups = [group for group in made.param_groups if group["params"]]
         numbers = [number for number, each in enumerate(params) if each]
@@ -179,24 +189,8 @@ class MatrixSteps:
             of_groups[number].update(_changed(used, given))
         changes.update(_changed(vars(made), attributes))
         for whole in wholes:
-            self._keep(whole.entry, made.state.pop(whole.parameter, {}))
+            keep_whole(optimizer.state, whole.entry, made.state.pop(whole.parameter, {}))
         optimizer.state.update(made.state)  # what it keeps for no parameter
-
-    def _state(self, entry: Entry) -> State:
-        """This rank's state of a matrix; empty if it has none."""
-        state: State = self.optimizer.state.get(entry.slot.parameter, {})
-        if entry.seen.expert is not None:
-            found: State = state.get(EXPERTS, {}).get(entry.seen.expert, {})
-            return found
-        return state
-
-    def _keep(self, entry: Entry, state: State) -> None:
-        if not state:
-            return
-        if entry.seen.expert is None:
-            self.optimizer.state[entry.slot.parameter] = state
-        else:
-            self.optimizer.state[entry.slot.parameter].setdefault(EXPERTS, {})[entry.seen.expert] = state
 
     # -- what is stepped on --------------------------------------------------------------------------------------------
 
@@ -358,8 +352,9 @@ def matrix_steps(
     bucket of matrices. If a matrix has a gradient on some of its ranks, and none on others, all ranks raise.
 
     - *Replicas* (HYBRID_SHARD): each replica computes all matrices over its own shard group.
-    - *State dicts*: `optimizer.state_dict()` has this rank's matrices only, with whole shapes;
-      `FullyShardedDataParallel.optim_state_dict` and `checkpoint.save` refuse them so far.
+    - *State dicts*: `FullyShardedDataParallel.optim_state_dict` and checkpoints have states of the shape of their matrix
+      (Muon's momentum) by name, for any number of ranks; other shapes (Adafactor's rows and columns) are refused so
+      far. `optimizer.state_dict()` has this rank's matrices only, with whole shapes.
     - *Refused*, in words: flat parameters (`use_orig_params=False`), parts of tensor parallelism, parameters offloaded
       to the CPU, gradients of another dtype than the parameter, `optimizer_in_backward`, closures.
 

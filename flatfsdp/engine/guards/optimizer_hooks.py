@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -40,10 +40,18 @@ class _CheckedOptimizer(NamedTuple):
     distributed: bool
 
 
+class StatesOfWholes(Protocol):
+    """The states of an optimizer that steps on whole matrices."""
+
+    def to_shards(self) -> None:
+        """Let each rank have its parts of them, as of an element-wise optimizer. Collective."""
+
+
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
 # Optimizers that step on whole matrices, of which ranks have parts: their states have the shape of these.
-steps_on_wholes: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+steps_on_wholes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StatesOfWholes]]
+steps_on_wholes = weakref.WeakKeyDictionary()
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
@@ -62,6 +70,13 @@ def guard_optimizers() -> None:
 def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the engine is stepping `optimizer`, in a backward."""
     return optimizer is _at_work.value
+
+
+def states_to_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Let each rank have its parts of the states of `optimizer`, if they are of whole matrices. Collective if so."""
+    wholes = ref() if (ref := steps_on_wholes.get(optimizer)) is not None else None
+    if wholes is not None:
+        wholes.to_shards()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -31,6 +31,7 @@ from ...comm.axes import Axis
 from ...comm.transport import Transport
 from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
+from ...guards.optimizer_hooks import states_to_shards
 from ...models.rest import collective_call, quiesce
 from ...models.walks import units_in
 from ...runtime.unit import Unit
@@ -67,6 +68,7 @@ def state_by_name(
     """
     with collective_call(units_in(model), "optim_state_dict()", always=True):
         axes = initialized_axes(model)
+        states_to_shards(optim)
         doing = DOING[wanted.carrier]
         saving = _Saving(wanted)
 
