@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...errors import UsageError, few, ranks_in_words
+from ...errors import UsageError, ranks_in_words
 from ..comm.transport import Transport
 from ..device.streams import DONE, PendingWork
 from ..flat.flat_param import FlatParamHandle
@@ -144,6 +144,13 @@ class MatrixExchange:
             strangers = [rank for rank, flag in enumerate(of_ranks) if flag & WITH_STATE]
             parts = [rank for rank, flag in enumerate(of_ranks) if flag & IN_PARTS]
             in_parts = in_parts or bool(parts)
+            if parts and not {*having, *lacking} <= {*parts}:
+                without = sorted({*having, *lacking} - {*parts})
+                raise UsageError(
+                    f"matrix_steps: {self._named(parts)} has optimizer state of its part of "
+                    f"{self.entries[index].slot.name}, but {self._named(without)}, with other elements of it, has none. "
+                    "Load states on all ranks"
+                )
             if strangers and (parts or strangers != [self.plan.owners[index]]):
                 raise UsageError(
                     f"matrix_steps: {self._named(strangers)} has optimizer state of {self.entries[index].slot.name}, "
