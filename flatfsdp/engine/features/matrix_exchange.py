@@ -33,7 +33,7 @@ from .matrix_adapters import Seen
 
 # Flags of a matrix on one rank: of its gradient, if the rank has elements; and of its optimizer state, which is that of
 # the whole matrix, or of the rank's part.
-WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS = 1, 2, 4, 8
+WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS, OTHER_GRADIENT = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,20 +63,16 @@ class Slot:
         return dense(self.handle.face.local_of(self.parameter).detach())
 
     def gradient(self) -> torch.Tensor:
-        """This rank's elements of the gradient, in the order of `own`. Precondition: there is a gradient.
-
-        Raises:
-            UsageError: they cannot be sent together with those of the parameter.
-        """
+        """This rank's elements of the gradient, in the order of `own`. Precondition: there is a gradient."""
         assert self.parameter.grad is not None
         grad = self.handle.face.local_of(self.parameter.grad).detach()
-        local = self.handle.face.local_of(self.parameter)
-        if grad.layout is not torch.strided or grad.dtype != local.dtype:
-            raise UsageError(
-                f"matrix_steps: the gradient of {self.name} is {grad.layout} of {grad.dtype}, expected a dense one of "
-                f"{local.dtype} as the parameter. Leave out keep_low_precision_grads=True, or reduce in that dtype"
-            )
-        return dense(stored_in_order(grad, local.stride()))
+        return dense(stored_in_order(grad, self.handle.face.local_of(self.parameter).stride()))
+
+    def has_other_gradient(self) -> bool:
+        """Whether its gradient cannot be sent together with the parameter: it is of another dtype, or not dense."""
+        assert self.parameter.grad is not None
+        grad = self.handle.face.local_of(self.parameter.grad)
+        return grad.layout is not torch.strided or grad.dtype != self.parameter.dtype
 
 
 class Entry(NamedTuple):
@@ -125,8 +121,8 @@ class MatrixExchange:
         byte for each matrix and rank. `form_of`: the flag of this rank's state.
 
         Raises:
-            UsageError: on all ranks: only some of the ranks that have elements of a matrix have a gradient; a rank that
-                is not the owner has state of it.
+            UsageError: on all ranks: only some of the ranks that have elements of a matrix have a gradient, or have
+                state of their parts; a rank that is not the owner has state of all of it; a gradient of another dtype.
         """
         flags = torch.tensor([self._flag(i, form_of) for i in range(len(self.entries))], dtype=torch.uint8)
         found = gather_now(self.transport, flags.to(self.transport.device.device)).tolist()
@@ -140,6 +136,12 @@ class MatrixExchange:
                     f"{self.entries[index].slot.name}, but {self._named(lacking)}, with other elements of it, "
                     f"{'have' if len(lacking) > 1 else 'has'} none. A matrix is stepped on as a whole: set `.grad` to "
                     "None on all ranks or on none"
+                )
+            if any(flag & OTHER_GRADIENT for flag in of_ranks):
+                raise UsageError(
+                    f"matrix_steps: the gradient of {self.entries[index].slot.name} is not a dense tensor of "
+                    f"{self.entries[index].slot.parameter.dtype}, as the parameter is. Use matrix_steps without "
+                    "keep_low_precision_grads=True"
                 )
             strangers = [rank for rank, flag in enumerate(of_ranks) if flag & WITH_STATE]
             parts = [rank for rank, flag in enumerate(of_ranks) if flag & IN_PARTS]
@@ -168,7 +170,9 @@ class MatrixExchange:
         state = form_of(entry)
         if self.plan.matrices[index].span_of(self.rank).is_empty:
             return state
-        return (WITHOUT_GRADIENT if entry.slot.parameter.grad is None else WITH_GRADIENT) + state
+        if entry.slot.parameter.grad is None:
+            return WITHOUT_GRADIENT + state
+        return WITH_GRADIENT + state + OTHER_GRADIENT * entry.slot.has_other_gradient()
 
     def _named(self, ranks: Iterable[int]) -> str:
         return ranks_in_words([self.transport.group.ranks[rank] for rank in ranks])

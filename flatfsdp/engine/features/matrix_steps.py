@@ -207,14 +207,17 @@ class MatrixSteps:
         by_axis: dict[int, tuple[Any, list[Entry]]] = {}
         units: dict[Unit, None] = {}
         taken: set[int] = set()
-        for slot, unit in _managed(self.optimizer):
+        managed = [*_managed(self.optimizer)]
+        for model in models_of(unit for _, unit in managed):
+            model.setup.lazy_init()  # connects units, if no forward has done so
+        for slot, unit in managed:
             units[unit] = None
             taken.add(id(slot.parameter))
             transport = unit.axes.transports_of(slot.handle).gather
             key = id(transport.group.process_group)
             entries = by_axis.setdefault(key, (transport, []))[1]
             entries += entries_of(slot, self._adapter, self.optimizer.param_groups[slot.group])
-        exchanges = tuple(self._exchange(*each) for each in by_axis.values())
+        exchanges = tuple(self._exchange(*each) for each in by_axis.values() if each[1])
         words = "\n".join(line for exchange in exchanges for line in exchange.plan.facts())
         count = sum(len(exchange.entries) for exchange in exchanges)
         call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
@@ -302,7 +305,10 @@ def _check_place(unit: Unit, slot: Slot) -> None:
             "(tensor parallelism, gather hooks, quantized parameters): its shards do not make the matrix. Give it to "
             "an element-wise optimizer"
         )
-    here = handle.face.local_of(slot.parameter).device
+    local = handle.face.local_of(slot.parameter)
+    if handle.face.is_distributed and type(local) is not torch.Tensor:
+        raise UsageError(f"matrix_steps: the rows of {slot.name} are a {type(local).__name__}, not a plain tensor")
+    here = local.device
     if here.type != handle.device.type:
         raise UsageError(
             f"matrix_steps: {slot.name} is on {here}, but its unit communicates on {handle.device}. Matrices cannot be "
