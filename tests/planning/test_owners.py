@@ -1,5 +1,5 @@
-"""Owners of cut matrices: parts partition each matrix, owners are balanced, and the sums of what ranks send are those of
-the lists by which they send it."""
+"""Owners of cut matrices: parts partition each matrix, owners are balanced, and the sums of what ranks send are those
+of the lists by which they send it."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_the_longest_are_given_out_first_to_the_rank_with_least() -> None:
     costs = [7, 7, 6, 5, 5, 4, 4, 4]
     matrices = [cut(f"m{i}", cost, (0, 2), (1, 2)) for i, cost in enumerate(costs)]
     made = OwnerPlan.of(matrices, world=3, bucket=100)
-    assert made.loads == (16, 14, 12)
-    assert made.imbalance == pytest.approx(16 * 3 / 42)
+    assert made.loads == (12, 15, 15)
+    assert made.imbalance == pytest.approx(15 * 3 / 42)
 
 
 def test_among_equal_ranks_the_one_with_most_of_it_is_the_owner() -> None:

@@ -150,15 +150,15 @@ class MatrixExchange:
                 without = sorted({*having, *lacking} - {*parts})
                 raise UsageError(
                     f"matrix_steps: {self._named(parts)} has optimizer state of its part of "
-                    f"{self.entries[index].slot.name}, but {self._named(without)}, with other elements of it, has none. "
-                    "Load states on all ranks"
+                    f"{self.entries[index].slot.name}, but {self._named(without)}, with other elements of it, has "
+                    "none. Load states on all ranks"
                 )
             if strangers and (parts or strangers != [self.plan.owners[index]]):
                 raise UsageError(
                     f"matrix_steps: {self._named(strangers)} has optimizer state of {self.entries[index].slot.name}, "
                     f"whose owner is {self._named([self.plan.owners[index]])}"
-                    f"{f', and {self._named(parts)} of parts of it' if parts else ''}: it was loaded with other owners, "
-                    "or on some ranks only. Load by name (FullyShardedDataParallel.optim_state_dict_to_load, or "
+                    f"{f', and {self._named(parts)} of parts of it' if parts else ''}: it was loaded with other "
+                    "owners, or on some ranks only. Load by name (optim_state_dict_to_load() of the wrapper, or "
                     "checkpoint.load) on all ranks, or pass the owners with which it was made as owners="
                 )
             if having:

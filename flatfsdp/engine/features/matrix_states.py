@@ -121,8 +121,7 @@ def to_owners(exchange: MatrixExchange, states: States) -> None:
         return {
             i: _described_part(entry, states[entry.slot.parameter])
             for i, entry in enumerate(entries)
-            if form_of(states, entry) == IN_PARTS
-            and not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
+            if form_of(states, entry) == IN_PARTS and not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
         }
 
     found = _of_all(exchange, describe)

@@ -358,9 +358,9 @@ def matrix_steps(
     bucket of matrices. If a matrix has a gradient on some of its ranks, and none on others, all ranks raise.
 
     - *Replicas* (HYBRID_SHARD): each replica computes all matrices over its own shard group.
-    - *State dicts*: `FullyShardedDataParallel.optim_state_dict` and checkpoints have states of the shape of their matrix
-      (Muon's momentum) by name, for any number of ranks; other shapes (Adafactor's rows and columns) are refused so
-      far. `optimizer.state_dict()` has this rank's matrices only, with whole shapes.
+    - *State dicts*: `FullyShardedDataParallel.optim_state_dict` and checkpoints have states of the shape of their
+      matrix (Muon's momentum) by name, for any number of ranks; other shapes (Adafactor's rows and columns) are refused
+      so far. `optimizer.state_dict()` has this rank's matrices only, with whole shapes.
     - *Refused*, in words: flat parameters (`use_orig_params=False`), parts of tensor parallelism, parameters offloaded
       to the CPU, gradients of another dtype than the parameter, `optimizer_in_backward`, closures.
 
