@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MatrixSteps, StateDictType, checkpoint, fully_shard
 from flatfsdp.errors import UsageError
-from flatfsdp.layout import Rows, Whole
+from flatfsdp.layout import Grain, Rows, Whole
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import seeded
@@ -169,14 +169,22 @@ def trained(
     ]
 
 
+def by_rows(name: str, parameter: Tensor) -> Grain | None:
+    return Rows() if is_matrix(parameter) else None
+
+
+def whole_matrices(name: str, parameter: Tensor) -> Grain | None:
+    return Whole() if is_matrix(parameter) else None
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
     "small buckets": {"bucket_bytes": 800},
     "clipped": {"clip": True},
-    "rows": {"layout": lambda name, parameter: Rows() if parameter.dim() > 1 else None},
-    "whole": {"layout": lambda name, parameter: Whole() if parameter.dim() > 1 else None},
+    "rows": {"layout": by_rows},
+    "whole": {"layout": whole_matrices},
 }
 
 
@@ -285,7 +293,7 @@ def test_what_cannot_be_stepped_on_is_refused_in_words(pool2: Run) -> None:
         "steps on whole matrices already",
         "exchange parts",
         "with a closure",
-        "has one flat parameter",
+        "holds a flat parameter",
         "nesterov=False divides the momentum of bfloat16 parameters",
         "states of whole matrices already",
     ]
@@ -372,7 +380,7 @@ def loaded(rank: int, world: int, path: str, layout: Any) -> tuple[Tensors, Tens
     return found, after, unlike
 
 
-@pytest.mark.parametrize("layouts", [(None, None), (SETTINGS["whole"]["layout"], SETTINGS["rows"]["layout"])])
+@pytest.mark.parametrize("layouts", [("flat", "flat"), (whole_matrices, by_rows)])
 def test_states_are_saved_by_name_and_loaded_on_other_ranks(layouts: Any, tmp_path: Path, run: Run) -> None:
     interrupted, straight = run(3, saved, str(tmp_path / "x"), layouts[0])[0]
     assert {*straight} == {"experts", "row.weight", *(f"blocks.{i}.{j}.weight" for i in (0, 1) for j in (0, 2))}

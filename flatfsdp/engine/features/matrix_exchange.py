@@ -293,7 +293,7 @@ class _Bucket:
         arriving, sending = counted(coming, each), counted(going, each)
         arrived = reference.new_empty(sum(arriving))
         if self._moves:
-            sent = torch.cat(sections) if sections else reference.new_empty(0)
+            sent = torch.cat([*sections]) if sections else reference.new_empty(0)
             self._pending = start_all_to_all(self._exchange_of.transport, arrived, sent, arriving, sending)
         return arrived
 

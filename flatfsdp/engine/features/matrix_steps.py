@@ -22,7 +22,7 @@ from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..base.hashing import hash63
 from ..base.overrides import is_memoryless
 from ..flat.faces import adoptions
-from ..flat.flat_param import FlatParamHandle
+from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..guards.optimizer_hooks import is_at_work, steps_on_wholes
 from ..models import param_registry as registry
 from ..models.rest import models_of
@@ -269,6 +269,11 @@ def _managed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Unit]]:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
+            if isinstance(parameter, FlatParameter):
+                raise UsageError(
+                    f"matrix_steps: param group {number} of the optimizer holds a flat parameter, in which there are "
+                    "no matrices. Wrap with use_orig_params=True"
+                )
             if unit is None:
                 continue
             found = next(_places(unit, parameter), None)
@@ -293,11 +298,6 @@ def _places(unit: Unit, parameter: nn.Parameter) -> Iterator[tuple[FlatParamHand
 
 def _check_place(unit: Unit, slot: Slot) -> None:
     handle, index = slot.handle, slot.index
-    if handle.face.is_flat:
-        raise UsageError(
-            f"matrix_steps: unit {unit.label} has one flat parameter, in which there are no matrices"
-            f"{handle.face.words.or_remedy}"
-        )
     leaf, views = handle.leaves[index], unit.views[unit.handles.index(handle)]
     if handle.layout.params[index].part is not None or any(each.leaf is leaf for each in views.extended):
         raise UsageError(
