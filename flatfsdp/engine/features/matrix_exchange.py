@@ -205,7 +205,7 @@ class _Bucket:
         self._moves = self._plan.is_exchanged(indices)
         self._outgoing = self._plan.outgoing(indices, self._rank)
         self._incoming = self._plan.incoming(indices, self._rank)
-        self._pending: PendingWork = DONE
+        self._arriving: PendingWork = DONE
         self._wholes: dict[int, Whole] = {}
         self._locals: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -220,7 +220,7 @@ class _Bucket:
 
     def step(self, step: Steps) -> None:
         """Wait for the parts that others send, and step on this rank's matrices."""
-        self._pending.wait()
+        self._arriving.wait()
         wholes, gradients = self._wholes, dict[int, torch.Tensor]()
         for index in self._indices:
             if self._plan.owners[index] == self._rank:
@@ -247,7 +247,7 @@ class _Bucket:
 
     def finish(self) -> None:
         """Wait for updated parts of this rank, and write them to the shards."""
-        self._pending.wait()
+        self._arriving.wait()
         returned = self._returned
         for index, span in each_piece(self._outgoing):
             entry = self._entries[index]
@@ -294,7 +294,7 @@ class _Bucket:
         arrived = reference.new_empty(sum(arriving))
         if self._moves:
             sent = torch.cat([*sections]) if sections else reference.new_empty(0)
-            self._pending = start_all_to_all(self._exchange_of.transport, arrived, sent, arriving, sending)
+            self._arriving = start_all_to_all(self._exchange_of.transport, arrived, sent, arriving, sending)
         return arrived
 
 

@@ -25,7 +25,7 @@ from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..guards.optimizer_hooks import is_at_work, steps_on_wholes
 from ..models import param_registry as registry
-from ..models.rest import models_of
+from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
 from ..runtime.unit import Unit
 from ..state.optim.optimizer_clone import clone_over, unhooked_step
@@ -208,8 +208,7 @@ class MatrixSteps:
         units: dict[Unit, None] = {}
         taken: set[int] = set()
         managed = [*_managed(self.optimizer)]
-        for model in models_of(unit for _, unit in managed):
-            model.setup.lazy_init()  # connects units, if no forward has done so
+        quiesce([*dict.fromkeys(unit for _, unit in managed)], shards=False)  # connects them, before a first forward
         for slot, unit in managed:
             units[unit] = None
             taken.add(id(slot.parameter))
