@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -206,9 +206,14 @@ class Face(Protocol):
         """Use `shard` as the handle's from now on (also at first), maybe with a new dtype or device; `at_rest`
         has its views. Precondition: holders have no `.grad`. Postcondition: they show the shard."""
 
+    def check_leaves(self) -> None:
+        """Refuse `requires_grad` that users have set on leaves of a flat parameter, which they cannot follow. Called
+        when a forward of the model or a backward begins, of flat faces."""
+        return
+
     def follow_requires_grad(self) -> None:
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
-        leaves to distributed holders. Called only if these differ."""
+        leaves to other holders."""
 
     def take_grads(self) -> Mapping[int, torch.Tensor]:
         """A backward begins: leave no `.grad` on the leaves, some of which have one. Returns those of leaves that are
@@ -400,19 +405,21 @@ class FlatFace(Face):
 
     def follow_requires_grad(self) -> None:
         wanted = self._flat_param.requires_grad
-        if (found := list(map(REQUIRES_GRAD, self._leaves))).count(wanted) != len(self._leaves):
-            if wanted is self._followed:
-                self._refuse_of_one(found.index(not wanted))
+        if wanted is not self._followed:
             for leaf in self._leaves:
                 leaf.requires_grad_(wanted)
             self._followed, self.flags = wanted, (wanted,) * len(self._leaves)
 
-    def _refuse_of_one(self, index: int) -> NoReturn:
+    def check_leaves(self) -> None:
         words, wanted = self.words, self._followed
+        found = list(map(REQUIRES_GRAD, self._leaves))
+        if found.count(wanted) == len(found) or self._flat_param.requires_grad is not wanted:
+            return
+        name = self._layout.params[found.index(not wanted)].name
         raise UsageError(
-            f"requires_grad of {self._layout.params[index].name!r} was set to {not wanted} after wrapping. With "
-            f"{words.setting} it is part of a flat parameter, whose requires_grad ({wanted}) applies to all of it. "
-            f"Set it before wrapping, or set that of the flat parameter in model.parameters(){words.or_remedy}"
+            f"requires_grad of {name!r} was set to {not wanted} after wrapping. With {words.setting} it is part of a "
+            f"flat parameter, whose requires_grad ({wanted}) applies to all of it. Set it before wrapping, or set that "
+            f"of the flat parameter in model.parameters(){words.or_remedy}"
         )
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:

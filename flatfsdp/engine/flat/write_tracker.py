@@ -108,6 +108,8 @@ class WriteTracker:
         self._leaves = leaves
         self._saved: list[int] = []  # the versions in tensors that autograd saved of the buffer's content
         self.known: list[int] = []
+        self._freed: list[int] = []  # the versions that leaves with those of `_freed_from` have once they are freed
+        self._freed_from: list[int] | None = None
         self.in_buffer = self.gathered = self.of_shard
 
     @property
@@ -156,10 +158,11 @@ class WriteTracker:
         if changed or not self.known:
             self._saved = self.known = found
             return
-        at_rest = list(map(_NEXT, self.known))
-        if found != at_rest:
-            rows = zip(found, self._saved, at_rest, strict=True)
-            self._saved = [saved if version == rest else version for version, saved, rest in rows]
+        if self._freed_from is not self.known:  # the same list from step to step, unless other code writes
+            self._freed_from, self._freed = self.known, list(map(_NEXT, self.known))
+        if found != self._freed:
+            rows = zip(found, self._saved, self._freed, strict=True)
+            self._saved = [saved if version == freed else version for version, saved, freed in rows]
         self.known = self._saved
         _torch.set_versions(tuple(self._leaves), tuple(self.known))
 

@@ -470,26 +470,29 @@ class UnitHooks:
 
     def leaf_ready(self, kind: int, index: int, leaf: torch.Tensor) -> None:
         """Autograd accumulated the gradient of a leaf: move it to its slot; after the last one, reduce and reshard."""
-        unit, driver = self.unit(), self.driver()
-        if unit is None:
+        find_unit = self.unit  # an attribute that is called as a method would be looked up slowly
+        if (unit := find_unit()) is None:
             return
-        if driver is None:
-            refuse_without_model(unit)
-        grads, grad = unit.grads[kind], own_grad(leaf)
+        grads = unit.grads[kind]
         missing, collected = grads.missing, grads.slots.collected
-        first = index in missing and index not in collected
-        if grad is None or not first or grads.collects_in != _torch.graph_task():
-            del grad, collected  # what follows may allocate memory
-            driver.leaf_ready(unit, kind, index)
-            return
-        # Most gradients only wait here for those of the same unit: `Gradients.arrive`, without its calls.
-        set_own_grad(leaf, None)
-        missing.remove(index)
-        grads.arrived.add(index)
-        collected[index] = grad
-        del grad, collected
-        if not (missing or unit.backward.open_calls):
+        first = grads.collects_in == _torch.graph_task() and index in missing and index not in collected
+        grad = own_grad(leaf) if first else None
+        if grad is not None:
+            # Most gradients only wait here for those of the same unit: `Gradients.arrive`, without its calls.
+            set_own_grad(leaf, None)
+            missing.remove(index)
+            grads.arrived.add(index)
+            collected[index] = grad
+            if missing or unit.backward.open_calls:
+                return
+        collects = grad is not None
+        del grad, collected  # what follows may allocate memory
+        if (driver := self.driver()) is None:
+            refuse_without_model(unit)
+        if collects:
             driver.advance(unit, driver.iteration.backward)
+        else:
+            driver.leaf_ready(unit, kind, index)
 
     def inputs_ready(self, call: ForwardCall) -> None:
         """The gradients of the inputs of one call have arrived."""
@@ -517,8 +520,8 @@ class GradientHook(hooks.LeafHook):
         self._kind, self._index = kind, index
 
     def __call__(self, leaf: torch.Tensor) -> None:
-        of_unit = self._of_unit()
-        if of_unit is not None:
+        find = self._of_unit
+        if (of_unit := find()) is not None:
             of_unit.leaf_ready(self._kind, self._index, leaf)
 
 

@@ -104,6 +104,10 @@ class ForwardDriver:
             if iteration.is_at_rest and iteration.ahead:
                 iteration.retire_requests()
             setup.take_over(setup.units)
+            with _torch.as_plain_tensors():  # leaves may be hidden
+                for face in [handle.face for each in setup.units for handle in each.handles]:
+                    if face.is_flat:
+                        face.check_leaves()
             if training:
                 for observe in self.observers.training_begins:
                     observe(setup.units)
@@ -362,7 +366,8 @@ class ForwardDriver:
             each.wait_unshard()
         for handle in unit.handles:
             handle.face.follow_requires_grad()
-        self.resources.events.append(("forward", unit.place.name, unit.phase._value_))
+        append = self.resources.events.append
+        append(("forward", unit.place.name, unit.phase._value_))
         outer_dtype = given.dtype if unit.built.island else unit.built.output_dtype
         if outermost or unit.built.island or unit.resolved.input_dtype is not None:
             self._substitute(unit, outermost, given)

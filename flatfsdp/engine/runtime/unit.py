@@ -109,7 +109,7 @@ class Unit:
         self.owning_units: list[Unit] = []
         self.share_params_of(owning_units)
         self.built = built
-        self._encloses_others: bool | None = None  # a cached property would give it a slow dictionary
+        self._encloses_others: bool | None = None  # no cached property: those give an object a slow dictionary
         self.groups, self.axes = groups, UnitAxes(groups, elsewhere)
         self.options = options
         self.phase = IDLE
@@ -282,7 +282,8 @@ class Unit:
                 handle.wait_unshard()
                 arrived = True
         if arrived:
-            self.resources.events.append(("gathered", self.place.name, self.phase._value_))
+            append = self.resources.events.append
+            append(("gathered", self.place.name, self.phase._value_))
         for views in self.views:
             if views.mode is not SHOWS_UNSHARDED:
                 views.show(SHOWS_UNSHARDED)
@@ -330,7 +331,8 @@ class Unit:
             elif views.mode is not mode or (mode is SHOWS_SHARD and views.guarded):
                 views.show(mode)
         if freed:
-            self.resources.events.append(("reshard", self.place.name, self.phase._value_))
+            append = self.resources.events.append
+            append(("reshard", self.place.name, self.phase._value_))
 
     def drop_retained(self) -> None:
         """Drop the shards that a feature retained: a later backward gathers over the shard axis."""
@@ -376,6 +378,8 @@ def follow_requires_grad(units: Iterable[Unit]) -> None:
     """Give leaves the `requires_grad` that users have set on their holders."""
     for unit in units:
         for handle in unit.handles:
+            if handle.face.is_flat:
+                handle.face.check_leaves()
             handle.face.follow_requires_grad()
 
 
