@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import flatfsdp
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.gradients import unlike
 
@@ -79,3 +80,21 @@ def played(rank: int, world: int, edit: Callable[[Any], None]) -> list[str]:
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_what_is_done_to_gradients_reaches_the_dtensors(edit: Callable[[Any], None], pool2: Run) -> None:
     assert pool2(played, edit, timeout=60) == [[], []]
+
+
+def refused(rank: int, world: int) -> list[str]:
+    model = flatfsdp.fully_shard(net(), reshard_after_forward=False)
+    loss = model(torch.ones(3, WIDTH)).square().mean()
+    words = []
+    for shape in ((WIDTH, WIDTH), (WIDTH, WIDTH // world)):
+        with pytest.raises(UsageError) as error:
+            model[0].weight.grad = torch.zeros(shape)
+        words.append(str(error.value))
+    loss.backward()
+    return words
+
+
+def test_gradients_of_another_kind_are_refused_where_they_are_assigned(pool2: Run) -> None:
+    of_whole, of_shard = pool2(refused, timeout=60)[0]
+    assert "replaced by a tensor of shape (4, 4). Expected a DTensor of the whole shape, (4, 4)" in of_whole
+    assert "replaced by a tensor of shape (4, 2). Expected a DTensor of the whole shape, (4, 4)" in of_shard

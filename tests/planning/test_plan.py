@@ -257,8 +257,12 @@ def test_planning_a_whole_model_is_fast() -> None:
 
 def test_a_plan_over_the_budget_names_cheaper_choices() -> None:
     params = [ParamSpec("up", (256, 64)), ParamSpec("norm", (64,))]
-    assert cheaper(params, {"up": Rows(2)}, world=8) is None
-    found = cheaper(params, {"up": Rows(64)}, world=16)
+
+    def words(params: list[ParamSpec], grains: dict[str, Grain], world: int) -> str | None:
+        return cheaper(plan(params, grains, world=world), grains)
+
+    assert words(params, {"up": Rows(2)}, 8) is None
+    found = words(params, {"up": Rows(64)}, 16)
     assert found is not None
     assert found.startswith(
         "padding adds 298.44% to 16,448 elements in equal shards for 16 ranks, more than 5.00%. The"
@@ -269,5 +273,5 @@ def test_a_plan_over_the_budget_names_cheaper_choices() -> None:
     assert (
         "shards over 4 ranks with 4 replicas (0.00%)" in found and "Rows(count=16) for Rows(count=64) (0.00%)" in found
     )
-    alone = cheaper([ParamSpec("w", (8, 8))], {"w": Whole()}, world=2)
+    alone = words([ParamSpec("w", (8, 8))], {"w": Whole()}, 2)
     assert alone is not None and alone.endswith("Within it are: no finer grains, and no shards over fewer ranks")

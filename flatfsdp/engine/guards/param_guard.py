@@ -33,6 +33,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
+from ..base._dtensor import is_dtensor
 from ..flat.faces import own_grad, set_own_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.guard import ORIGINAL
@@ -105,10 +106,12 @@ class GradientOfHolder:
         if (holder := _holder_left(self)) is None:
             set_own_grad(_tensor(self), value)
             return
-        if value is not None and value.shape != holder.shape:
+        if value is not None and (value.shape != holder.shape or is_dtensor(value) != is_dtensor(holder)):
+            wanted = "a DTensor of the whole shape" if is_dtensor(holder) else "the gradient of this rank's shard of it"
             raise UsageError(
-                f"parameter {_names([_tensor(self)])}: its .grad was replaced by a tensor of shape "
-                f"{tuple(value.shape)}. Expected the gradient of this rank's shard of it, {tuple(holder.shape)}"
+                f"parameter {_names([_tensor(self)])}: its .grad was replaced by a "
+                f"{'DTensor' if is_dtensor(value) else 'tensor'} of shape {tuple(value.shape)}. Expected {wanted}, "
+                f"{tuple(holder.shape)}"
             )
         holder.grad = value
 

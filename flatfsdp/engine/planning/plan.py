@@ -73,25 +73,18 @@ def plan(
     )
 
 
-def cheaper(
-    params: Iterable[ParamSpec],
-    grains: Mapping[str, Grain] | None = None,
-    *,
-    world: int,
-    align: int = 1,
-    budget: float = BUDGET,
-) -> str | None:
-    """Words on what to choose instead if the padding of `plan` exceeds ``budget``, a part of the parameters'
-    elements; None if it does not."""
-    params, grains = tuple(params), grains or {}
+def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float = BUDGET) -> str | None:
+    """Words on what to choose instead if the padding of ``layout``, which `plan` has made for ``grains``, exceeds
+    ``budget``, a part of the parameters' elements; None if it does not."""
+    params, world = layout.params, layout.world
     total = sum(param.numel for param in params)
-
-    def padding(grains: Mapping[str, Grain], world: int) -> float:
-        return plan(params, grains, world=world, align=align).padding / max(total, 1)
-
-    found = padding(grains, world)
+    found = layout.padding / max(total, 1)
     if found <= budget or not grains:
         return None
+
+    def padding(grains: Mapping[str, Grain], world: int) -> float:
+        return plan(params, grains, world=world, align=layout.align).padding / max(total, 1)
+
     choices = []
     for shards in (world // replicas for replicas in range(2, world) if world % replicas == 0):
         if (its := padding(grains, shards)) <= budget:

@@ -69,6 +69,7 @@ from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs
 from ..parts.strides import stride_by_rows
 from ..planning.grains import Grain
 from ..planning.plan import cheaper, plan
+from ..planning.planned import PlannedLayout
 from ..planning.rows import pack_rows
 from ..runtime.entries import Entries, WeakModules, plain_class
 from ..runtime.model import Model, model_of
@@ -375,8 +376,7 @@ def _flatten(
             parts=parts,
             strides=strides,
         )
-        layout = handle.layout
-        if words := grains and cheaper(layout.params, grains, world=layout.world, align=layout.align):
+        if isinstance(handle.layout, PlannedLayout) and (words := cheaper(handle.layout, grains)):
             warn_once(words, f"layout: of a unit of {few([path for _, path in members])}, {words}")
         made.append((handle, mesh))
     return made
