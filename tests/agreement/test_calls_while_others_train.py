@@ -20,7 +20,7 @@ from tests.harness.thorough import is_thorough
 pytestmark = pytest.mark.process
 
 LIMIT = 120.0
-USUAL = ["FullyShardedDataParallel", "checkpoint.listing", "checkpoint.keep"]
+USUAL = ["FullyShardedDataParallel", "checkpoint.keep"]
 _FIRST_ONLY = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
 
 

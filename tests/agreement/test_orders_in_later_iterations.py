@@ -1,4 +1,5 @@
-"""The faults of `tests/agreement/test_orders.py` in a later iteration, when nothing is exchanged."""
+"""The faults of `tests/agreement/test_orders.py` in a later iteration, when nothing is exchanged. Each has one of the
+fronts here, and both there."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import flatfsdp
 from tests.agreement.test_orders import FAULTS, FRONTS, OF_TWO, commit, shard, step
 from tests.agreement.test_orders import Net as Net
 from tests.harness import fresh
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.process
 
@@ -33,8 +35,7 @@ def later(rank: int, world: int, fault: str, front: str) -> None:
 
 
 @pytest.mark.ranks(2, later, of=["fault", "front"], timeout=LIMIT)
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("front", "fault"), spread(FRONTS, FAULTS))
 def test_every_rank_ends_in_words(outcomes: list[fresh.Outcome], fault: str, front: str) -> None:
     reported = set()
     for rank, outcome in enumerate(outcomes):

@@ -78,7 +78,7 @@ def accumulate(model: Any) -> None:
 def alike(rank: int, ranks: int, world: str) -> None:
     """Backwards under `no_sync()` before those of the other model, and one backward through both, included."""
     first, second = built(world)
-    for index in range(8):
+    for index in range(5):
         accumulate(first)
         for model in (first, second, first) if index % 3 else (second, first):
             step(model)

@@ -12,6 +12,7 @@ import flatfsdp
 from tests.agreement.test_agreement import step
 from tests.agreement.test_shared_groups import WORLDS, built
 from tests.harness import fresh
+from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.process
 
@@ -42,8 +43,13 @@ def reported(outcomes: list[fresh.Outcome]) -> list[str]:
     return messages
 
 
+# One of each way to share groups; the others' groups are among these.
+USUAL = ("replicas", "replicas beside shards over their group", "own groups of units")
+OTHERS = sorted(WORLDS.keys() - {"shards beside replicas", *USUAL})
+
+
 @pytest.mark.ranks(4, opposite, of=["world"], before=2, timeout=LIMIT)
-@pytest.mark.parametrize("world", sorted(WORLDS.keys() - {"shards beside replicas"}))
+@pytest.mark.parametrize("world", [*USUAL, *(OTHERS if is_thorough() else [])])
 def test_every_rank_ends_in_words(outcomes: list[fresh.Outcome], world: str) -> None:
     for rank, message in enumerate(reported(outcomes)):
         one, other = rank % 2, rank % 2 + 2  # those of its group

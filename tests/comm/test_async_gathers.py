@@ -20,6 +20,7 @@ from tests.device.test_streams import OPTIONS, device_of, named, nothing, train
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import AsyncWork
+from tests.harness.thorough import some
 from tests.runtime.test_schedule_events import evaluate, live, refused
 
 pytestmark = pytest.mark.single_process
@@ -41,9 +42,15 @@ def listed(model: FullyShardedDataParallel) -> FullyShardedDataParallel:
 
 
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
-@pytest.mark.parametrize("options", LEFT_TO_USERS, ids=named)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
-@pytest.mark.parametrize("lists", [False, True], ids=["", "lists"])
+@pytest.mark.parametrize(
+    ("strategy", "options", "lists"),
+    [
+        pytest.param(strategy, options, lists, id=f"{strategy}-{named(options)}{'-lists' * lists}")
+        for row, strategy in enumerate(["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+        for column, options in enumerate(LEFT_TO_USERS)
+        for lists in some([False, True], 2, row + column)  # all pairs of the three
+    ],
+)
 def test_nothing_happens_too_early(strategy: str, lists: bool, options: dict[str, Any]) -> None:
     with device_of(8) as device:
         mesh = {"mesh": (2, 4)} if "HYBRID" in strategy else {}

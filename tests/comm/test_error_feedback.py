@@ -89,7 +89,7 @@ def accounts(
     mixed = MixedPrecision(reduce_dtype=reduce, reduce_bits=bits, reduce_error_feedback=True)
     with setting.doubles(), contextlib.nullcontext() if shared else over_gloo():
         account = Account(wrapped(replace(setting, rows=layout == "rows"), mixed), rank, world)
-        for step in range(4):
+        for step in range(2):
             with account.model.no_sync():
                 account.backward(step)
             account.backward(step + 10)

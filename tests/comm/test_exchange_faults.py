@@ -155,7 +155,7 @@ def _die(rank: int, world: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [("gather", 2), ("reduce-scatter", 2), ("reduce-scatter", 5), ("all-reduce", 2)]
+    ("kind", "world"), [("gather", 2), ("reduce-scatter", 2), ("reduce-scatter", 3), ("all-reduce", 2)]
 )
 def test_a_peer_dies_before_its_part_of_a_large_message(kind: str, world: int) -> None:
     """If the dead rank's part was complete, and only the survivor's was not, gloo wakes no rank: then the watchdog ends
@@ -186,7 +186,7 @@ def _forget(world: int) -> None:
     assert output.eq(world).all()
 
 
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [3])
 def test_an_exchange_that_nobody_waits_for_does_no_harm(world: int) -> None:
     for outcome in fresh.run(world, forget, timeout=120):
         assert (outcome.exit_code, outcome.error) == (0, None), outcome

@@ -53,7 +53,7 @@ def ends(rank: int, world: int, how: str, hand_shake: str, when: str) -> None:
     ("how", "hand_shake", "when"),
     [
         pytest.param(*point, marks=pytest.mark.ranks(2, ends, of=["how", "hand_shake", "when"], timeout=LIMIT))
-        for point in some(POINTS, 5)
+        for point in some(POINTS, 6)
     ],
 )
 def test_a_rank_ends_at_a_hand_shake(how: str, hand_shake: str, when: str, outcomes: list[fresh.Outcome]) -> None:

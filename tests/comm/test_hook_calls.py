@@ -18,6 +18,7 @@ from tests.comm.test_communication import UNITS, Collectives, forward, settled, 
 from tests.device.test_streams import device_of, train
 from tests.harness import inspect
 from tests.harness.fake import fake_world
+from tests.harness.thorough import some
 from tests.runtime.test_schedule_events import live, refused
 
 pytestmark = pytest.mark.single_process
@@ -118,7 +119,10 @@ HOOKS = [comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook, torchs.bf16_c
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_happens_too_early(strategy: str, hook: Callable[..., Any]) -> None:
-    for options in ({}, {"mixed_precision": MixedPrecision(param_dtype=torch.float16)}, {"cpu_offload": True}):
+    others: list[dict[str, Any]] = [
+        {}, {"mixed_precision": MixedPrecision(param_dtype=torch.float16)}, {"cpu_offload": True},
+    ]  # fmt: skip
+    for options in some(others, 3, STRATEGIES.index(strategy) + HOOKS.index(hook)):  # all pairs of the three
         with device_of() as device:
             model = made(strategy, use_orig_params=True, **options)
             register(model, hook)

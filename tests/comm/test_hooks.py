@@ -113,7 +113,7 @@ def spare(world: int, pairs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("world", "hook", "bound"), [(w, *each) for w in UNDER for each in spare(w, OWN)], ids=name_of)
 def test_our_hooks(hook: Any, bound: float, world: int, run: Run) -> None:
-    under = some(UNDER[world], 2, OWN.index((hook, bound)))
+    under = some(UNDER[world], 3, OWN.index((hook, bound)))
     assert not joined(run(world, trained, hook, comm_hooks.DefaultState, under, bound, "s"))
 
 
@@ -123,8 +123,8 @@ def test_our_hooks(hook: Any, bound: float, world: int, run: Run) -> None:
 def test_torchs_hooks(hook: Any, bound: float, under: tuple[Setting, ...], world: int, run: Run) -> None:
     if world > 2:
         under = HYBRID[:2] if world == 4 and under is not REPLICATED else under[-2:]
-    elif "compress" in hook.__name__:
-        under = some(under, 2, hook is torchs.bf16_compress_hook)
+    elif under is not REPLICATED:
+        under = some(under, 3, TORCHS.index((hook, bound, under)))
     state = torchs.LowPrecisionState if "compress" in hook.__name__ else torchs.DefaultState
     assert not joined(run(world, trained, hook, state, under, bound, "s"))
 
@@ -133,7 +133,8 @@ def test_torchs_hooks(hook: Any, bound: float, under: tuple[Setting, ...], world
 def test_accumulation(micros: str, pool2: Run, pool4: Run) -> None:
     pair, hybrid = (comm_hooks.reduce_scatter_hook, comm_hooks.DefaultState), micros in ("pps", "nps")
     if is_thorough() or not hybrid:
-        assert not joined(pool2(trained, *pair, (*SHARDED[:2], *REPLICATED), EXACT, micros))
+        under = some((*SHARDED[:2], *REPLICATED), 2, len(micros))
+        assert not joined(pool2(trained, *pair, under, EXACT, micros))
     if is_thorough() or hybrid:
         assert not joined(pool4(trained, *pair, HYBRID[:2], EXACT, micros))
 

@@ -32,6 +32,7 @@ from tests.harness import inspect
 from tests.harness.delayed import DelayedTransport
 from tests.harness.fake import fake_world
 from tests.harness.memory import peak_bytes
+from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.distributed
 
@@ -125,7 +126,7 @@ def wrong_answers(rank: int, world: int, way: str, double: Callable[[Transport],
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 3, 5] if is_thorough() else [3])
 def test_lists_bring_what_single_exchanges_bring(run: Run, world: int, way: str) -> None:
     assert run(world, wrong_answers, way) == [[]] * world
 

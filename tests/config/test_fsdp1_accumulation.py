@@ -19,7 +19,7 @@ from tests.harness import inspect
 
 pytestmark = pytest.mark.distributed
 
-MICROBATCHES, STEPS = 4, 3
+MICROBATCHES, STEPS = 3, 2
 CASES = {
     "bf16": (torch.bfloat16, torch.float32),
     "fp16": (torch.float16, torch.float32),

@@ -15,7 +15,7 @@ from tests.harness.dtensor_faces import dtensor_faces
 from tests.harness.matrix import Cell, covering_array, hostile_world, legal_cells
 from tests.harness.meshes import shared_mesh
 from tests.harness.reference import Recipe
-from tests.harness.thorough import is_thorough
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +48,7 @@ def check(cell: Cell, **more: Any) -> None:
     parity.check(cell.world, cell.recipe, engine=engine, **cell.options, **more)
 
 
-@pytest.mark.parametrize("cell", ARRAY if is_thorough() else ARRAY[::2], ids=str)
+@pytest.mark.parametrize("cell", some(ARRAY, 3), ids=str)
 def test_pairs_of_settings(cell: Cell) -> None:
     check(cell, context=hostile_world)
 
@@ -70,7 +70,7 @@ OTHERS: list[tuple[Recipe, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), OTHERS, ids=lambda part: part.case if isinstance(part, Recipe) else str(part)
+    ("recipe", "options"), some(OTHERS, 2), ids=lambda part: part.case if isinstance(part, Recipe) else str(part)
 )
 def test_other_settings(recipe: Recipe, options: dict[str, Any]) -> None:
     parity.check(2, recipe, engine=RowDTensors(), context=hostile_world, **options)

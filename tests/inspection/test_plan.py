@@ -126,11 +126,11 @@ ORIGINAL: dict[str, Any] = {"use_orig_params": True}
 
 JOBS: list[tuple[int, str, dict[str, Any], str, int, bool]] = [
     (1, "mlp", ORIGINAL | BF16, "adamw", 2, False),
-    (4, "tied", ORIGINAL | BF16, "adamw", 2, False),
+    (2, "tied", ORIGINAL | BF16, "adamw", 2, False),
     (2, "mlp", {}, "adamw", 1, False),
-    (4, "many", {}, "adamw", 1, False),
+    (3, "many", {}, "adamw", 1, False),
     (2, "tied", {"sharding_strategy": "SHARD_GRAD_OP"} | LOW, "adamw", 2, False),
-    (4, "mlp", {"sharding_strategy": "SHARD_GRAD_OP"} | LOW, "adamw", 1, False),
+    (3, "mlp", {"sharding_strategy": "SHARD_GRAD_OP"} | LOW, "sgd", 1, False),
     (4, "mlp", {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)} | ORIGINAL, "momentum", 2, False),
     (4, "tied", {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "mesh": (2, 2)}, "momentum", 1, False),
     (4, "mlp", {"reshard_after_forward": 2}, "sgd", 1, False),
