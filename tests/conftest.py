@@ -3,6 +3,7 @@ deprecations as errors."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing.process
 import os
@@ -93,12 +94,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _folders() -> str:
     """They stay until the end of the run: jobs of later tests of a file may be starting in the folder of an earlier
     one."""
-    return tempfile.mkdtemp(prefix="flatfsdp-tests-")
-
-
-def pytest_unconfigure() -> None:
-    if _folders.cache_info().currsize:
-        shutil.rmtree(_folders(), ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="flatfsdp-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _enter(folder: str) -> None:

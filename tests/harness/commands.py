@@ -1,8 +1,9 @@
 """Commands of this python, ``-m module ARGUMENTS`` or ``program.py ARGUMENTS``, without a slow interpreter start.
 
-They run in a process that is forked where torch is already imported, and so do the ranks that they spawn (see
-`processes`). Their actions, output, folder, environment and exit code are those of the command. For anything before
-the import of torch, in a terminal, or for a whole process group, start an interpreter.
+They run in a process that is forked where torch is already imported, and so do the ranks that they spawn, or that
+torchrun starts as `python` commands (see `processes`). Their actions, output, folder, environment and exit code are
+those of the command. For anything before the import of torch, in a terminal, or for a whole process group, start an
+interpreter.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class _Printing(_Rank):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.environment, self.files = dict(os.environ), self.printed
+        self.environment, self.files, self.leads = dict(os.environ), self.printed, False
 
     def _bootstrap(self, *args: Any) -> NoReturn:
+        if self.leads:
+            os.setsid()
         type(self).printed = self.files
         for descriptor, path in zip((1, 2), self.files, strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
@@ -52,6 +55,30 @@ class _Forking(ForkServerContext):
 
     _name = "spawn"
     Process = _Printing
+
+
+class _Started:
+    """A rank of torchrun, with the part of `subprocess.Popen` that torchrun uses."""
+
+    def __init__(
+        self, args: tuple[str, ...], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
+    ) -> None:
+        python, unbuffered, *arguments = args
+        assert (python, unbuffered, stdout, stderr) == (sys.executable, "-u", None, None), args
+        self._process = _Printing(target=_main, args=(arguments, os.getcwd(), True), name=" ".join(args))
+        self._process.environment, self._process.leads = env, start_new_session
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return self._process.exitcode
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,15 @@ def run(
         return command.wait()
 
 
-def _main(arguments: list[str], folder: str) -> None:
+def torchrun(
+    ranks: int, *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``torchrun --standalone --nproc-per-node=RANKS ARGUMENTS`` to its end."""
+    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+    return run(*launcher, *arguments, folder=folder, environment=environment, limit=limit)
+
+
+def _main(arguments: list[str], folder: str, unbuffered: bool = False) -> None:
     os.chdir(folder)
     multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # where the ranks that it spawns start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -115,6 +150,12 @@ def _main(arguments: list[str], folder: str) -> None:
     multiprocessing.context._concrete_contexts["spawn"] = _Forking()  # type: ignore[attr-defined]
     # Its address is that of the server that forked this process, which runs as long as any of its processes.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    if "torch.distributed.run" in arguments:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _Started  # type: ignore[attr-defined]
+    if unbuffered:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

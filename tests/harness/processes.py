@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import connection, popen_forkserver
+from multiprocessing import connection, forkserver, popen_forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -44,6 +44,13 @@ _FORKSERVER.set_forkserver_preload(
     [
         "torch.distributed",
         "torch._dynamo",  # optimizers import it at their first step
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.launcher.api",  # of torchrun
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torch.testing._internal.distributed.fake_pg",
+        "safetensors.torch",
         "flatfsdp.checkpoint",
         "flatfsdp.trainer.demo.options",  # with all that the trainer's command imports, but not as that command
         "flatfsdp.trainer.memory_estimate",
@@ -51,6 +58,12 @@ _FORKSERVER.set_forkserver_preload(
         "pytest",  # imported by test modules
     ]
 )
+
+
+def share_server() -> None:
+    """Start the server now, for this process and those that it forks: only this one, its parent, can wait for it."""
+    forkserver.ensure_running()
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 
 
 class _Popen(popen_forkserver.Popen):

@@ -1,31 +1,34 @@
 """Several pytest processes that do one run together: ``pytest --processes 3``.
 
-The process that was started starts the others and shows the results of all, as if it had run everything itself. Each
-takes files, one by one, that no other has taken: many tests wait, and meanwhile leave the cores to tests of another
-process. Processes that collect the same tests in the same order need only a common folder to agree: the first one to
-create a file's mark there runs that file. Those that take longest begin first, and files whose tests wait come
-between files whose tests compute.
+The process that was started collects the tests, forks the others, and shows the results of all, as if it had run
+everything itself. Each takes files, one by one, that no other has taken: many tests wait, and meanwhile leave the cores
+to tests of another process. A common folder is enough to agree: the first process to create a file's mark there runs
+that file. Those that take longest begin first, and files whose tests wait come between files whose tests compute.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing.util
 import os
-import subprocess
+import signal
 import sys
 import tempfile
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import pytest
 
 WAIT = 0.2  # seconds between polls of the other processes, when this one has nothing left to do
 SPREAD = "process", "distributed"  # tiers
 LONGEST = "test_train.py", "test_notes.py"  # what begins last should be short
-QUIET = ("-p", "no:cacheprovider", "--processes", "1")
 
 
 def in_turn(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
@@ -80,7 +83,7 @@ class Share:
 
 
 class Helper(Share):
-    """The plugin of a process started by a `Leader`, for which it records every report."""
+    """The plugin of a process forked by a `Leader`, for which it records every report."""
 
     def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
         super().__init__(folder)
@@ -110,14 +113,34 @@ def read_report(config: pytest.Config, line: str) -> pytest.TestReport:
 
 
 class Leader(Share):
-    """Starts the other processes, shows their reports, and fails if one of them does not succeed."""
+    """Forks the other processes, shows their reports, and fails if one of them does not succeed."""
 
-    def __init__(self, config: pytest.Config, count: int) -> None:
+    def __init__(self, count: int) -> None:
         self._exit = ExitStack()
         super().__init__(Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="flatfsdp-tests-"))))
-        self._helpers = [_Started(self.folder, number, config) for number in range(1, count)]
-        for helper in self._helpers:
-            self._exit.callback(helper.end)
+        self._count, self._helpers = count, list[_Forked]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if not (session.testsfailed or session.config.option.collectonly):
+            from tests.harness import processes
+
+            processes.share_server()  # with its imports, which a server of each process would repeat
+            for number in range(1, self._count):
+                self._helpers.append(self._forked(session, number))
+        return super().pytest_runtestloop(session)
+
+    def _forked(self, session: pytest.Session, number: int) -> _Forked:
+        """A process that has the collected tests already, and only imports so far: it has one thread."""
+        assert threading.active_count() == 1, threading.enumerate()
+        helper = _Forked(self.folder, number, session.config)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        helper.pid = os.fork()
+        if helper.pid == 0:
+            _run_as_helper(self, session, helper)
+        self._exit.callback(helper.end)
+        return helper
 
     def look(self, session: pytest.Session) -> None:
         for helper in self._helpers:
@@ -132,7 +155,7 @@ class Leader(Share):
                 self.look(session)
         self.look(session)
         for helper in self._helpers:
-            if helper.process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, NOTHING_LEFT):
+            if helper.code != pytest.ExitCode.OK:
                 session.shouldfail = f"a process that shares the run ended otherwise than with its tests: {helper}"
                 raise session.Failed(session.shouldfail)
 
@@ -140,27 +163,46 @@ class Leader(Share):
         self._exit.close()
 
 
-NOTHING_LEFT = pytest.ExitCode.NO_TESTS_COLLECTED  # all files were taken
+def _run_as_helper(leader: Leader, session: pytest.Session, forked: _Forked) -> NoReturn:
+    """The whole life of a helper after its fork. What it prints goes to a file: its reports are shown by the leader."""
+    code: int = pytest.ExitCode.INTERNAL_ERROR
+    atexit._clear()  # what was registered so far is for the leader's end
+    atexit.register(multiprocessing.util._exit_function)  # removes semaphores that tests have made here
+    try:
+        plugins = session.config.pluginmanager
+        capture = plugins.getplugin("capturemanager")
+        capture.stop_global_capturing()  # its files have one position for all processes
+        for descriptor, path in ((0, os.devnull), (1, forked.output), (2, forked.output)):
+            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        plugins.unregister(leader)
+        helper = Helper(session.config, leader.folder, forked.number)
+        plugins.register(helper)
+        with suppress(session.Failed, session.Interrupted):  # its reports say why, or the leader is gone
+            helper.pytest_runtestloop(session)
+        code = pytest.ExitCode.OK
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-class _Started:
+class _Forked:
     """A helper, from the view of its leader."""
 
     def __init__(self, folder: Path, number: int, config: pytest.Config) -> None:
         self._config = config
+        self.number, self.pid = number, 0
+        self.code: int | None = None  # its exit status, once it has ended
         self.output, reports = folder / f"{number}.output", _reports(folder, number)
+        self.output.touch()
         reports.touch()
         self._reports: IO[str] = reports.open()
         self._line = ""
-        command = [sys.executable, "-m", "pytest", *config.invocation_params.args, *QUIET]
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, "--helps", f"{folder}:{number}"],
-                cwd=config.invocation_params.dir,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
 
     def news(self) -> Iterator[pytest.TestReport]:
         while line := self._reports.readline():
@@ -170,17 +212,23 @@ class _Started:
                 yield read_report(self._config, data)
 
     def runs(self) -> bool:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(WAIT)
-        return self.process.returncode is None
+        """Whether it still runs, after some time if it does."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            else:
+                time.sleep(WAIT)
+        return self.code is None
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         self._reports.close()
 
     def __str__(self) -> str:
-        return f"exit code {self.process.returncode}\n{self.output.read_text(errors='replace')[-8000:]}"
+        return f"exit code {self.code}\n{self.output.read_text(errors='replace')[-8000:]}"
 
 
 def _reports(folder: Path, number: int) -> Path:
@@ -188,15 +236,10 @@ def _reports(folder: Path, number: int) -> Path:
 
 
 def options(parser: pytest.Parser) -> None:
-    """The options of users, and those that a leader passes to its helpers."""
     parser.addoption("--processes", type=int, default=1, help="run the files of tests in as many processes at once")
-    parser.addoption("--helps", help="FOLDER:NUMBER of a process that was started by --processes")
 
 
 def register(config: pytest.Config) -> None:
     """Share the run if the command line requests it."""
-    if helps := config.getoption("--helps"):
-        folder, _, number = helps.rpartition(":")
-        config.pluginmanager.register(Helper(config, Path(folder), int(number)))
-    elif (count := config.getoption("--processes")) > 1:
-        config.pluginmanager.register(Leader(config, count))
+    if (count := config.getoption("--processes")) > 1:
+        config.pluginmanager.register(Leader(count))

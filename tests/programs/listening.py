@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 
@@ -32,7 +33,9 @@ def addresses(pid: int) -> set[str]:
 def job(world: RankContext) -> int:
     group = dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(1), group=group)
-    for who, pid in (("rank", os.getpid()), ("parent", os.getppid())):
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    for who, pid in (("rank", os.getpid()), ("parent", parent.pid)):
         sys.stdout.write(f"{who} listens at {','.join(sorted(addresses(pid)))}\n")
     sys.stdout.flush()
     dist.barrier()

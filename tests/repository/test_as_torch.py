@@ -15,6 +15,7 @@ import pytest
 
 import flatfsdp.examples
 from tests.harness import commands, fresh
+from tests.trainer.test_train import environment
 
 pytestmark = pytest.mark.process
 
@@ -100,16 +101,6 @@ dist.destroy_process_group()
 """
 
 
-def start(folder: Path, *command: str) -> str:
-    """The output of two ranks, started by torchrun."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, *command], env=clean, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
-
-
 def run_program(rank: int, world: int, program: str, *arguments: str, as_torch: bool = False) -> str:
     os.chdir(Path(program).parent)
     sys.argv = [program, *arguments]
@@ -133,8 +124,10 @@ def test_an_unmodified_program_runs_by_command(tmp_path: Path) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "program.py").write_text(f"import lies_beside\n{PROGRAM}")
     (tmp_path / "beside" / "lies_beside.py").touch()
-    text = start(tmp_path, "-m", "flatfsdp.as_torch", "beside/program.py", "orig")
-    assert "<rank 0 is done>" in text and "<rank 1 is done>" in text
+    program = "-m", "flatfsdp.as_torch", "beside/program.py", "orig"
+    done = commands.torchrun(2, *program, folder=tmp_path, environment=environment(), limit=240)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "<rank 0 is done>" in done.stdout and "<rank 1 is done>" in done.stdout
 
 
 def test_install_in_the_middle_of_a_program_and_uninstall(tmp_path: Path) -> None:

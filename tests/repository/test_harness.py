@@ -256,10 +256,7 @@ def where(*ranks: int) -> tuple[str, list[str]]:
     return os.getcwd(), sorted(os.listdir())
 
 
-def put_where(file: str, rank: int) -> None:
-    (Path(file) / "spawned").write_text(os.getcwd())
-
-
+SPAWNED = "import os, pathlib; pathlib.Path({!r}, 'spawned').write_text(os.getcwd())"  # imports nothing of ours
 SPAWNS = """
 import multiprocessing, os
 def where():
@@ -281,7 +278,7 @@ def test_a_test_runs_in_an_empty_folder_and_so_does_all_that_it_starts(
     assert pool2(where) == [(here, [])] * 2
     assert [rank.result for rank in fresh.run(2, where)] == [(here, [])] * 2
     assert [rank.result for rank in fresh.run(2, where, folder=tmp_path)] == [(str(tmp_path), [])] * 2
-    process = multiprocessing.get_context("spawn").Process(target=put_where, args=(str(tmp_path), 0))
+    process = multiprocessing.get_context("spawn").Process(target=exec, args=(SPAWNED.format(str(tmp_path)),))
     process.start()
     process.join(120)
     assert (tmp_path / "spawned").read_text() == here

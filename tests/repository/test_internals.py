@@ -92,8 +92,13 @@ METHODS = {
 CONSTANTS = {"START": "start"}
 
 
-def keys_in_code() -> Iterator[tuple[str, str, re.Pattern[str]]]:
+@lru_cache
+def keys_in_code() -> list[tuple[str, str, re.Pattern[str]]]:
     """(file, what it does, pattern of the keys) for every request whose key has a literal part."""
+    return [*_keys_in_code()]
+
+
+def _keys_in_code() -> Iterator[tuple[str, str, re.Pattern[str]]]:
     for path in sorted(ENGINE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for function in ast.walk(tree):
@@ -200,7 +205,7 @@ def table_of_keys() -> list[tuple[list[str], dict[str, set[str]]]]:
 
 
 def test_the_table_of_keys_has_every_request() -> None:
-    found, rows = [*keys_in_code()], table_of_keys()
+    found, rows = keys_in_code(), table_of_keys()
     assert len(found) > 40 and len(rows) > 15, "the test sees hardly any request: it shows nothing"
     for file, kind, pattern in found:
         of = [columns[kind] for keys, columns in rows if any(pattern.fullmatch(key) for key in keys)]
@@ -208,7 +213,7 @@ def test_the_table_of_keys_has_every_request() -> None:
 
 
 def test_the_table_of_keys_has_no_other_request() -> None:
-    found = [*keys_in_code()]
+    found = keys_in_code()
     for keys, columns in table_of_keys():
         for kind, files in columns.items():
             for file in files:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.trainer import CausalLM, Task, Trainer, TrainingArguments
-from tests.harness import fresh
+from tests.harness import commands, fresh
 from tests.trainer.test_caught_failures import FAILING, LUCK, make_model, sentences
-from tests.trainer.test_train import TINY, start
+from tests.trainer.test_train import TEXT, TINY, environment
 from tests.trainer.test_train import train as run_command
 
 pytestmark = pytest.mark.process
@@ -99,9 +99,11 @@ LOST = r"^\[flatfsdp, rank 0\] LostRankError: rank 1 was killed, or crashed: pro
 def command(callback: str, folder: Path, *, launcher: bool) -> subprocess.CompletedProcess[str]:
     """The trainer's command with one of `CALLBACKS`, on two ranks that it spawns or that torchrun has started."""
     (folder / "mine.py").write_text(CALLBACKS)
+    (folder / "text.txt").write_text(TEXT)
     job = ["-m", "flatfsdp.train", *TINY, "--steps", "20", "--no-plot", "--no-progress", "--callbacks", callback]
+    job += ["--text", "text.txt"]
     if launcher:
-        return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job, folder=folder)
+        return commands.torchrun(2, *job, folder=folder, environment=environment())
     return run_command(*job, "--ranks", "2", folder=folder)
 
 

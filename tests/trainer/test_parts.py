@@ -145,6 +145,7 @@ ALONE = """
 import importlib.util, os, signal, subprocess, sys, time, types
 print_line = lambda text: print(text, file=sys.stderr, flush=True)
 sys.modules["flatfsdp.trainer.terminal"] = types.SimpleNamespace(print_line=print_line)  # torch need not be imported
+sys.modules["flatfsdp.messages"] = types.SimpleNamespace(end_if_a_rank_is_lost=lambda *unused: None)
 spec = importlib.util.spec_from_file_location("preemption", sys.argv[1])
 preemption = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preemption)

@@ -95,7 +95,7 @@ def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = start("-m", "flatfsdp.train", "--strategy", "FSDP", folder=tmp_path)
+    done = train("-m", "flatfsdp.train", "--strategy", "FSDP", folder=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

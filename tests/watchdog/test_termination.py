@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from flatfsdp.engine.base.processes import ProcessIdentity
 from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.engine.watchdog.store import StoreClient
 from tests.agreement.test_agreement import step
+from tests.harness import commands
 from tests.trainer.test_train import environment
 from tests.watchdog.test_faults import killed, trained
 
@@ -46,10 +46,7 @@ for count in range(5):
 
 def test_torchrun_ends_the_others_after_they_named_a_killed_rank(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "program.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=2 * LIMIT, check=False
-    )
+    done = commands.torchrun(3, "program.py", folder=tmp_path, environment=environment(), limit=2 * LIMIT)
     named = r"^\[flatfsdp, rank (\d)\] LostRankError: rank 1 was killed, or crashed: process \d+ on .* is gone\. The "
     found = re.findall(rf"{named}remaining ranks cannot continue$", done.stderr, re.MULTILINE)
     assert sorted(found) == ["0", "2"], done.stderr
