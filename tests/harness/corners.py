@@ -114,6 +114,8 @@ ALL = tuple(
 )
 # Alternatives for many programs: each half has every strategy, and both values of all other fields.
 HALVES = tuple(ALL[i] for i in (0, 2, 5)), tuple(ALL[i] for i in (1, 3, 4))
+# Alternatives for more: FULL_SHARD and another strategy, one of them with original parameters.
+PAIRS = (ALL[0], ALL[3]), (ALL[1], ALL[2]), (ALL[0], ALL[5]), (ALL[1], ALL[4])
 HYBRID = tuple(
     Setting(s, orig, doubled=orig, large=not orig, rows=s != "HYBRID_SHARD" and not orig)
     for s in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -127,12 +129,12 @@ OFFLOADED = tuple(
 )
 
 
-def chosen(program: Callable[..., Any], halves: Sequence[tuple[Setting, ...]] = HALVES) -> tuple[Setting, ...]:
-    """One of the `halves`, chosen by the program's name and its text arguments; with --thorough both."""
+def chosen(program: Callable[..., Any], sets: Sequence[tuple[Setting, ...]] = PAIRS) -> tuple[Setting, ...]:
+    """One of the `sets`, chosen by the program's name and its text arguments; with --thorough all settings."""
     words = [each for each in getattr(program, "keywords", {}).values() if isinstance(each, str)]
     words.append(getattr(program, "func", program).__qualname__)
-    first, second = halves
-    return (*first, *second) if is_thorough() else halves[sum("".join(words).encode()) % 2]
+    every = tuple(dict.fromkeys(setting for each in sets for setting in each))
+    return every if is_thorough() else sets[sum("".join(words).encode()) % len(sets)]
 
 
 def differences(

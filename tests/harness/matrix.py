@@ -175,14 +175,17 @@ def legal_cells() -> tuple[Cell, ...]:
     return tuple(cell for cell in cells if illegal(cell) is None)
 
 
-@lru_cache(maxsize=1)
-def crossed_cells() -> tuple[Cell, ...]:
-    """Every meaningful combination on four ranks, including the settings that change a backward."""
-    cells = (Cell(**dict(zip(CROSSED, levels, strict=True))) for levels in product(*CROSSED.values()))
-    return tuple(cell for cell in cells if illegal(cell) is None)
-
-
 Pair = tuple[tuple[str, Any], tuple[str, Any]]  # two factors' names, each with a level
+
+
+def crossed_pairs() -> set[Pair]:
+    """Every pair of levels of ``CROSSED`` that a meaningful combination has: with the defaults of all other factors."""
+    return {
+        ((one, level), (other, another))
+        for one, other in combinations(CROSSED, 2)
+        for level, another in product(CROSSED[one], CROSSED[other])
+        if illegal(Cell(**{"world": 4, one: level, other: another})) is None
+    }
 
 
 def pairs_of(cell: Any, factors: Iterable[str] = CROSSED) -> frozenset[Pair]:
@@ -212,10 +215,12 @@ def covering_array(cells: Iterable[C], factors: Iterable[str] = CROSSED) -> list
 
 
 def crossed(count: int) -> list[Cell]:
-    """``count`` of the `crossed_cells`, the same at every call: first those that cover all pairs."""
-    shuffled = random.Random(20261121).sample(crossed_cells(), len(crossed_cells()))
-    covering = covering_array(shuffled[:400])
-    others = (cell for cell in shuffled if cell not in covering)
+    """``count`` cells with all settings, the same at every call: first those that cover all `crossed_pairs`."""
+    drawn = random.Random(20261121)
+    cells = [Cell(**{name: drawn.choice(levels) for name, levels in CROSSED.items()}) for _ in range(500)]
+    cells = [cell for cell in dict.fromkeys(cells) if illegal(cell) is None]
+    covering = covering_array(cells)
+    others = (cell for cell in cells if cell not in covering)
     return [*covering, *islice(others, count - len(covering))]
 
 

@@ -14,7 +14,7 @@ from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (
-    HALVES,
+    ALL,
     HYBRID_HALVES,
     OFFLOADED,
     Net,
@@ -27,6 +27,7 @@ from tests.harness.corners import (
     seeded,
     unsynced,
 )
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -79,9 +80,9 @@ SEQUENCES = [
 
 @pytest.mark.parametrize(("number", "of"), list(enumerate(SEQUENCES)))
 def test_like_one_process(number: int, of: str, pool2: Run) -> None:
+    """Sequences that are neighbors have other settings."""
     of = of if of[-1] in "rs" else of + "r"
-    under = (*HALVES[number % 2], OFFLOADED[number % 3])
-    assert not joined(pool2(accumulated, of, under))
+    assert not joined(pool2(accumulated, of, some((*ALL, *OFFLOADED), 4, number)))
 
 
 def test_under_hybrids(pool4: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from collections import UserDict, deque, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import CPUOffload, MixedPrecision
 from tests.conftest import Run
 from tests.harness.played_fronts import InPlace, Wrapper
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -368,9 +369,17 @@ def play(rank: int, world: int, program: str, front: str, casts: str, how: str) 
         torch.testing.assert_close(value, each.detach(), msg=f"{name} differs")
 
 
-@pytest.mark.parametrize("casts", CASTS)
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("program", PROGRAMS)
+def crossed(kinds: Sequence[str]) -> list[Any]:
+    """All pairs of a kind, a front and casts; with --thorough, all three."""
+    return [
+        pytest.param(kind, front, casts, id=f"{kind}-{front}-{casts}")
+        for row, kind in enumerate(kinds)
+        for column, casts in enumerate(CASTS)
+        for front in some([*FRONTS], 2, row + column)
+    ]
+
+
+@pytest.mark.parametrize(("program", "front", "casts"), crossed([*PROGRAMS]))
 def test_containers_and_tensors_are_as_in_one_process(run: Run, program: str, front: str, casts: str) -> None:
     run(2, play, program, front, casts, "plain")
 
@@ -441,8 +450,6 @@ def recompute(rank: int, world: int, front: str, casts: str, how: str) -> None:
         torch.testing.assert_close(value, each.detach(), msg=f"{name} differs")
 
 
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("casts", CASTS)
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize(("how", "front", "casts"), crossed(["plain", "reentrant", "not reentrant"]))
 def test_also_where_a_checkpoint_runs_a_forward_again(run: Run, front: str, casts: str, how: str) -> None:
     run(2, recompute, front, casts, how)

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from tests.conftest import Run
 from tests.harness.error_feedback import owed_by_all
 from tests.harness.gradients import fill, gradients_of, names_of, together, unlike
 from tests.harness.meshes import shared_mesh
-from tests.harness.thorough import some
+from tests.harness.thorough import some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -220,10 +221,9 @@ def _differences(
     return found[:5]
 
 
-@pytest.mark.parametrize("any_order", [False, True])
-@pytest.mark.parametrize("kind", [Pictured, Mixture, Chosen])
-@pytest.mark.parametrize("world", [2, 3])
-def test_parity_with_one_process(run: Run, world: int, kind: type[nn.Module], any_order: bool) -> None:
+@pytest.mark.parametrize(("world", "case"), spread([2, 3], product([False, True], [Pictured, Mixture, Chosen])))
+def test_parity_with_one_process(run: Run, world: int, case: tuple[bool, type[nn.Module]]) -> None:
+    any_order, kind = case
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind]
     for options in some(({}, {"join_units_below": 0, "backward_prefetch": None}), 2, world + any_order):
         assert run(world, differences, kind, plan, any_order, options) == [[]] * world
@@ -270,8 +270,9 @@ class Recomputed(Mixture):
         super().__init__(recompute=False)
 
 
-@pytest.mark.parametrize("most", [0, 2**20])
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
+@pytest.mark.parametrize(
+    ("most", "prefetch"), [(0, "BACKWARD_PRE"), (2**20, "BACKWARD_PRE"), (2**20, "BACKWARD_MID"), (0, None)]
+)
 def test_activation_checkpointing(pool2: Run, most: int, prefetch: str | None) -> None:
     """A rank that runs experts again gathers all of the block before the others have its experts' gradients."""
     plan = [*IN_ANY_ORDER[Mixture], [(), (3, 2)], [(1,), ()]]

@@ -35,7 +35,7 @@ from tests.harness.corners import (
 )
 from tests.harness.delayed import backwards_released_late
 from tests.harness.models import WIDTH
-from tests.harness.thorough import is_thorough
+from tests.harness.thorough import is_thorough, some
 
 pytestmark = pytest.mark.distributed
 
@@ -151,11 +151,13 @@ def program(model: Any, rank: int, step: int, *, place: str, earlier: bool, twic
 
 
 def caught(rank: int, world: int, place: str) -> list[str]:
+    """Under settings that are others at the next place."""
+    first, second = (some(half, 2, PLACES.index(place)) for half in HALVES)
     twice = partial(program, place=place, earlier=False, twice=True)
     with apart():  # reductions are under way when a backward fails
-        lines = differences(rank, world, build, twice, units=(Trapped,), under=HALVES[0], steps=3)
+        lines = differences(rank, world, build, twice, units=(Trapped,), under=first, steps=3)
     once = partial(program, place=place, earlier=True)
-    return lines + differences(rank, world, build, once, units=(Trapped,), under=HALVES[1], bound=1e-6)
+    return lines + differences(rank, world, build, once, units=(Trapped,), under=second, bound=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -18,8 +18,8 @@ from flatfsdp.engine.guards import deferred_grad as awaited
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (
-    HALVES,
     HYBRID_HALVES,
+    PAIRS,
     Net,
     Setting,
     chosen,
@@ -30,6 +30,7 @@ from tests.harness.corners import (
     loss_of,
     seeded,
 )
+from tests.harness.models import Feedforward
 from tests.harness.thorough import is_thorough
 from tests.runtime.test_schedule_api import call_ours, microbatch
 
@@ -58,7 +59,7 @@ def accumulated(rank: int, world: int, sync: str, under: tuple[Setting, ...]) ->
     return differences(rank, world, Net, program, under=under, steps=3, bound=2e-6)
 
 
-@pytest.mark.parametrize(("sync", "under"), [("sss", HALVES[0]), ("sns", HALVES[1])])
+@pytest.mark.parametrize(("sync", "under"), [("sss", PAIRS[0]), ("sns", PAIRS[3])])
 def test_accumulation(sync: str, under: tuple[Setting, ...], pool2: Run) -> None:
     assert not joined(pool2(accumulated, sync, under))
 
@@ -233,7 +234,7 @@ def seen_with(between: Callable[[Any], Any], setting: Setting, rank: int, *, las
     """The values that a program reads by `between` after the first microbatch, and after each of two steps."""
     found: dict[str, Any] = {}
     with setting.doubles():
-        model = setting.wrap(seeded(Net), (nn.Linear,))
+        model = setting.wrap(seeded(Net), (Feedforward,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(2):
             for micro in range(3):

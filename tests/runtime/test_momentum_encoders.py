@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -111,8 +112,9 @@ def follow(rank: int, world: int, setting: str) -> dict[str, list[float]]:
     options: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "use_orig_params": True, **SETTINGS[setting]}
     keep = options.pop("keep", None)
     found = {}
-    for name in UPDATES if setting == "joined" else ("data=", "foreach"):
-        for first in (False, True):
+    turn = [*SETTINGS].index(setting)
+    for number, name in enumerate(UPDATES if setting == "joined" else ("data=", "foreach")):
+        for first in some((False, True), 2, number + turn // 2):
             update = UPDATES[name]
             model = FullyShardedDataParallel(Momentum(update, first=first), **options)
             if keep:

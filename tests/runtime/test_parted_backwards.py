@@ -536,11 +536,17 @@ def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, 
     return _same(_gradients(model), _expected(nets), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None])
-@pytest.mark.parametrize("without", ["scales", "units"])
+@pytest.mark.parametrize(
+    ("without", "prefetch", "hooked"),
+    [
+        (without, prefetch, hooked)
+        for row, without in enumerate(("scales", "units"))
+        for column, prefetch in enumerate(("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None))
+        for hooked in some((False, True), 2, row + column)  # all pairs of the three
+    ],
+)
 def test_what_one_rank_alone_uses(pool2: Run, without: str, prefetch: str | None, hooked: bool) -> None:
-    turn = (without == "units") + hooked + ("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None).index(prefetch)
+    turn = ("BACKWARD_PRE", "BACKWARD_POST", "BACKWARD_MID", None).index(prefetch) // 2 + (without == "units")
     for joined in some((False, True), 2, turn):
         assert all(pool2(used_on_one_rank, without, prefetch, hooked, joined))
 

@@ -15,8 +15,8 @@ from flatfsdp.errors import AgreementError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.corners import (
-    HALVES,
     HYBRID_HALVES,
+    PAIRS,
     Net,
     Setting,
     chosen,
@@ -60,20 +60,20 @@ def accumulated(rank: int, world: int, keep: bool, sync: str, parts: bool, under
     return differences(rank, world, Net, program, under=under, steps=3, bound=2e-6)
 
 
-# Any two of these, and of the halves.
+# Any two of these, and each under other settings.
 @pytest.mark.parametrize(
-    ("sync", "keep", "parts", "half"),
+    ("sync", "keep", "parts", "pair"),
     [
         ("nns", False, False, 0),
-        ("nns", True, True, 1),
-        ("sns", False, True, 0),
+        ("nns", True, True, 3),
+        ("sns", False, True, 2),
         ("sns", True, False, 1),
         ("ss", False, True, 1),
-        ("ss", True, False, 0),
+        ("ss", True, False, 2),
     ],
 )
-def test_accumulation(sync: str, keep: bool, parts: bool, half: int, pool2: Run) -> None:
-    assert not joined(pool2(accumulated, keep, sync, parts, HALVES[half]))
+def test_accumulation(sync: str, keep: bool, parts: bool, pair: int, pool2: Run) -> None:
+    assert not joined(pool2(accumulated, keep, sync, parts, PAIRS[pair]))
 
 
 def test_accumulation_under_hybrids(pool4: Run) -> None:
@@ -185,7 +185,7 @@ def evaluations(rank: int, world: int, root: bool, under: tuple[Setting, ...]) -
 
 @pytest.mark.parametrize("root", [False, True])
 def test_evaluations_between_steps(root: bool, pool2: Run) -> None:
-    assert not joined(pool2(evaluations, root, HALVES[root]))
+    assert not joined(pool2(evaluations, root, PAIRS[1 + 2 * root]))
 
 
 def tiny() -> nn.Module:
@@ -338,7 +338,7 @@ def requests(rank: int, world: int, wait: bool, under: tuple[Setting, ...]) -> l
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_requests(wait: bool, pool2: Run) -> None:
-    assert not joined(pool2(requests, wait, HALVES[wait]))
+    assert not joined(pool2(requests, wait, PAIRS[2 * wait]))
 
 
 def requested_before_the_step(rank: int, world: int, orig: bool, wait: bool) -> list[torch.Tensor]:

@@ -146,8 +146,8 @@ def _train(rank: int, world: int, how: str, reentrant: bool, options: dict[str, 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("how", STEPS_OF)
 def test_several_units_under_one_checkpoint(how: str, reentrant: bool, join_units_below: int, pool2: Run) -> None:
-    # Each way to prefetch with each of the others.
-    turn = [*STEPS_OF].index(how) + reentrant + (join_units_below > 0)
-    for prefetch in some(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None), 2, turn):
+    # Each way to prefetch with each checkpoint, reentrant or not.
+    turn = [*STEPS_OF].index(how) + 2 * reentrant + (join_units_below > 0)
+    for prefetch in some(("BACKWARD_PRE", "BACKWARD_MID", "BACKWARD_POST", None), 4, turn):
         options = {"backward_prefetch": prefetch, "join_units_below": join_units_below}
         assert pool2(_train, how, reentrant, options) == [[], []]

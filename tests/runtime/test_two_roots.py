@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flatfsdp.errors import AgreementError
 from tests.conftest import Run
 from tests.harness.gradients import plain
 from tests.harness.played_fronts import whole
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -137,16 +139,24 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-@pytest.mark.parametrize("front", FRONTS)
+def under_some_fronts(orders: Sequence[Sequence[str]]) -> list[Any]:
+    """Each order under one or two of the fronts, each front with half of the orders; with --thorough, all."""
+    return [
+        pytest.param(front, order, id=f"{front}-{'-'.join(order)}")
+        for row, front in enumerate(FRONTS)
+        for order in some(orders, 2, row)
+    ]
+
+
+@pytest.mark.parametrize(("front", "order"), under_some_fronts(ORDERS))
 def test_any_order_of_first_calls_trains_like_one_process(run: Run, front: str, order: Sequence[str]) -> None:
     run(2, train, front, order)
 
 
 @pytest.mark.parametrize(
-    "order", [("together",), ("crossed",), ("evaluated", "crossed"), ("actor", "critic", "together")], ids="-".join
+    ("front", "order"),
+    under_some_fronts([("together",), ("crossed",), ("evaluated", "crossed"), ("actor", "critic", "together")]),
 )
-@pytest.mark.parametrize("front", FRONTS)
 def test_a_backbone_that_gets_the_inputs(run: Run, front: str, order: Sequence[str]) -> None:
     """One model's backward ends before the other's: the backbone's gradients were dropped there."""
     run(2, train, front, order, first=True)
