@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import flatfsdp
 from tests.conftest import Run
-from tests.harness.meshes import named_mesh
+from tests.harness.meshes import adamw, named_mesh
 from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.distributed
@@ -101,7 +101,7 @@ def sharded(model: Net, api: Any, mesh: DeviceMesh | None, case: Case) -> Net:
 
 
 def train(model: Net, case: Case, rank: int, steps: int) -> list[Any]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     seen: list[Any] = []
     generator = torch.Generator().manual_seed(17 + rank)
     for _ in range(steps):
@@ -116,7 +116,7 @@ def train(model: Net, case: Case, rank: int, steps: int) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
     for state in optimizer.state.values():
-        seen += [state["exp_avg"].full_tensor(), state["exp_avg_sq"].full_tensor()]
+        seen += [state["exp_avg"].to_local(), state["exp_avg_sq"].to_local()]
     return seen
 
 
@@ -305,7 +305,7 @@ def chunks(rank: int, world: int, reshard: bool | None) -> list[str]:
     one, two = sharded(copy.deepcopy(model), flatfsdp, named_mesh(2), case), sharded(model, theirs, named_mesh(2), case)
     steps: list[Callable[[], Any]] = []
     for each in (one, two):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        optimizer = adamw(each.parameters())
         steps.append(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()))  # type: ignore[misc]
     generator = torch.Generator().manual_seed(17 + rank)
     for _ in range(3):

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatfsdp.checkpoint
 from tests.conftest import Run
-from tests.harness.meshes import named_mesh
+from tests.harness.meshes import adamw, named_mesh
 from tests.harness.tensor_parallel import mesh_of
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +50,7 @@ def sharded(api: Any, model: nn.Sequential) -> nn.Sequential:
 
 def trained(api: Any, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = sharded(api, net(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = adamw(model.parameters(), 0.1)
     for step in range(2):
         model(torch.ones(2, 4) + rank + step).square().sum().backward()
         optimizer.step()
@@ -84,7 +84,7 @@ def from_rank0(rank: int, world: int) -> list[bool]:
         model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     other = sharded(flatfsdp, net(1))
-    others = torch.optim.AdamW(other.parameters(), lr=0.1)
+    others = adamw(other.parameters(), 0.1)
     set_model_state_dict(other, dict(of_model) if rank == 0 else {}, options=FROM_RANK0)
     set_optimizer_state_dict(other, others, of_optimizer if rank == 0 else {}, options=FROM_RANK0)
     return [*found, equal(values(model, optimizer), values(other, others))]
@@ -149,7 +149,7 @@ def copied(rank: int, world: int) -> list[bool]:
     for state in (copy.deepcopy(model.state_dict()), written):
         found.append(equal([each.full_tensor() for each in state.values()], values(model)))
     other = sharded(flatfsdp, net(1))
-    others = torch.optim.AdamW(other.parameters(), lr=0.1)
+    others = adamw(other.parameters(), 0.1)
     other.load_state_dict(written)
     others.load_state_dict(of_optimizer)
     storages = [each.to_local().untyped_storage().nbytes() == each.to_local().nbytes for each in other.parameters()]
@@ -200,7 +200,7 @@ def of_kind(kind: str, steps: int) -> tuple[nn.Sequential, torch.optim.Optimizer
         api: Any = theirs if "torch" in kind else flatfsdp
         for layer in (*model, model):
             api.fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    optimizer = adamw(model.parameters(), 0.1)
     for step in range(steps):
         model(torch.ones(2, 4) + step).square().sum().backward()
         optimizer.step()

@@ -15,7 +15,7 @@ from torch import nn
 import flatfsdp
 from tests.conftest import Run
 from tests.fully_shard.test_beside_torchs import WORDS, Case, Net, differences, sharded
-from tests.harness.meshes import named_mesh
+from tests.harness.meshes import adamw, named_mesh
 
 pytestmark = pytest.mark.distributed
 
@@ -46,13 +46,13 @@ def copies(rank: int, world: int, how: str, shape: tuple[int, ...]) -> list[str]
     model: Any = sharded(WithMethod(), flatfsdp, named_mesh(*shape), Case())
     flatfsdp.register_fsdp_forward_method(model, "logits")
     batches = torch.randint(0, WORDS, (6, 3, 4), generator=torch.Generator().manual_seed(rank))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     step(model, optimizer, batches[0])
     if how == "copy":
         twin, its = copy.deepcopy((model, optimizer))
     else:
         twin = pickle.loads(pickle.dumps(model)) if how == "pickle" else saved(model)
-        its = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+        its = adamw(twin.parameters())
         its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     found = differences(model, twin)
     if type(twin) is not type(model) or type(twin.blocks[0]) is not type(model.blocks[0]):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 import flatfsdp
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
+from tests.harness.meshes import adamw
 
 pytestmark = pytest.mark.distributed
 
@@ -78,7 +79,7 @@ def from_meta(package: Any, model: Any) -> Any:
 
 
 def steps(model: Any, ranks: list[int], count: int = 3) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    optimizer = adamw(model.parameters(), 0.05)
     losses = []
     for step in range(count):
         for rank in ranks:

@@ -17,6 +17,7 @@ from torch.distributed import pipelining
 import flatfsdp
 from flatfsdp import FSDPModule, as_torch
 from tests.conftest import Run
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.distributed
 
@@ -105,8 +106,7 @@ def _cut(model: nn.Sequential, stages: int) -> list[nn.Module]:
     return [nn.Sequential(*model[number * each : (number + 1) * each]) for number in range(stages)]
 
 
-@pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(("installed", "name"), spread((True, False), STAGES))
 def test_like_one_process(name: str, installed: bool, pool4: Run) -> None:
     assert pool4(piped, name, installed=installed, timeout=60) == [[]] * 4
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 import flatfsdp
 from tests.conftest import Run
 from tests.harness import spmd, thorough
+from tests.harness.meshes import adamw
 from tests.harness.spmd import mesh_of, on_mesh, seeded, step_on_mesh, step_one
 
 pytestmark = pytest.mark.distributed
@@ -56,7 +57,7 @@ def made(package: Any, case: Case, **options: Any) -> tuple[Any, Any, tuple[str,
 
 def story(package: Any, case: Case, steps: int = 3, **options: Any) -> tuple[Any, list[Any]]:
     net, mesh, dp = made(package, case, **options)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+    optimizer = adamw(net.parameters())
     seen: list[Any] = []
     for step in range(steps):
         seen.append(step_on_mesh(net, step, mesh, dp))
@@ -89,7 +90,7 @@ def _close(one: torch.Tensor, two: torch.Tensor, bound: float) -> bool:
 
 def _unlike_one(ours: Any, losses: list[Any]) -> list[str]:
     one = seeded()
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False)
+    optimizer = adamw(one.parameters())
     expected = []
     for step in range(len(losses) // 2):
         expected.append(step_one(one, step))

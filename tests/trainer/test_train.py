@@ -138,10 +138,10 @@ def test_the_commands_of_the_manual_run_as_written(tmp_path: Path) -> None:
         printed.append(done.stdout)
     assert promised in printed[0]
     steps = [facts(each)["steps"] for each in printed[1:3]]
-    assert [each.partition(" ")[0] for each in steps] == ["100", "150"]
+    assert [each.partition(" ")[0] for each in steps] == ["40", "60"]
     assert [facts(each)["ranks"].partition(" ")[0] for each in printed[1:3]] == ["2", "3"]
-    assert "step-00000150 to sums/export" in printed[3]
-    assert {path.name for path in (tmp_path / "sums").iterdir()} >= {"loss.png", "metrics.jsonl", "step-00000150"}
+    assert "step-00000060 to sums/export" in printed[3]
+    assert {path.name for path in (tmp_path / "sums").iterdir()} >= {"loss.png", "metrics.jsonl", "step-00000060"}
     assert (tmp_path / "sums" / "export" / "model.safetensors").is_file()
 
     (tmp_path / "program.py").write_text(f"{program}print(result.steps)\n")

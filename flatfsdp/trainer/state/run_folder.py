@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from flatfsdp.errors import ConfigValueError
@@ -21,8 +22,8 @@ def run_in(folder: Path) -> str:
 
 def unused(folder: Path) -> Path:
     """`folder`, or if it holds a run, the first of `folder-2`, `folder-3`, ... that holds none."""
-    candidates = (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, 10_000)))
-    return next(each for each in candidates if not run_in(each))
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in range(2, 10_000))
+    return next(each for each in chain([folder], numbered) if not run_in(each))
 
 
 def with_folder(training: TrainingArguments) -> TrainingArguments:
