@@ -33,7 +33,7 @@ from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.gather_hooks import Gathered, Halving, extend
 from tests.harness.inner_tensors import Blocks, Columns, Net, OfThree, Pair, PairOfColumns, Rounded, Stored, Unnamed
-from tests.harness.meshes import named_mesh
+from tests.harness.meshes import adamw, named_mesh
 from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
@@ -113,7 +113,7 @@ def optimizer_of(model: Any, case: Case) -> torch.optim.Optimizer:
     trained = [each for each in model.parameters() if each.requires_grad]
     if case.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=0.1)
-    return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+    return adamw(trained)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, case: Case, rank: int, steps: int = 3) -> list[Any]:

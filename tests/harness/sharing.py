@@ -9,6 +9,8 @@ that file. Those that take longest begin first, and files whose tests wait come 
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -126,6 +128,9 @@ class Leader(Share):
             from tests.harness import processes
 
             processes.share_server()  # with its imports, which a server of each process would repeat
+            importlib.import_module("torch._dynamo")  # as optimizers do at their first step
+            gc.collect()
+            gc.freeze()
             for number in range(1, self._count):
                 self._helpers.append(self._forked(session, number))
         return super().pytest_runtestloop(session)

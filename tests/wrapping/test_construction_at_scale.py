@@ -23,6 +23,7 @@ from flatfsdp.wrap import CustomPolicy
 from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
+from tests.harness.meshes import adamw
 
 pytestmark = pytest.mark.single_process
 
@@ -116,9 +117,9 @@ def test_calls_are_in_proportion_to_units_and_parameters() -> None:
         return calls_of(lambda: wrap_and_begin(units, tensors, 8))
 
     cost(2, 2)  # one-time work
-    base, more_units, most_units = (cost(units, 2) for units in (10, 20, 40))
+    base, more_units, most_units = (cost(units, 2) for units in (5, 10, 20))
     assert most_units - more_units <= 2.05 * (more_units - base)
-    more_tensors, most_tensors = cost(10, 4), cost(10, 8)
+    more_tensors, most_tensors = cost(5, 4), cost(5, 8)
     assert most_tensors - more_tensors <= 2.05 * (more_tensors - base)
 
 
@@ -163,7 +164,7 @@ def test_a_step_makes_as_many_calls_in_any_world(strategy: str) -> None:
                 step()
             return calls_of(step)
 
-    assert calls(8) == calls(64) == calls(512)
+    assert calls(8) == calls(512)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -227,7 +228,7 @@ def tensors_after_steps(world: int) -> int:
         model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)))
         for unit in (*model, model):
             fully_shard(unit, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = adamw(model.parameters())
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
