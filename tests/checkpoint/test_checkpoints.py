@@ -103,9 +103,9 @@ ORIG, FLAT = Setting(orig=True), Setting(orig=False)
 @pytest.mark.parametrize(
     ("world", "setting", "readers"),
     [
-        (4, Setting("HYBRID_SHARD"), [(1, ORIG, UNITS), (2, FLAT, UNITS), (3, ORIG, ()), (4, ORIG, UNITS)]),
-        (3, FLAT, [(3, FLAT, UNITS), (2, Setting("NO_SHARD"), UNITS), (4, Setting("SHARD_GRAD_OP"), (Low,))]),
-        (2, Setting(offload=True), [(2, ORIG, UNITS), (1, FLAT, UNITS)]),
+        (4, Setting("HYBRID_SHARD"), [(2, Setting("NO_SHARD"), UNITS), (3, ORIG, ())]),
+        (3, FLAT, [(3, FLAT, UNITS), (4, Setting("SHARD_GRAD_OP"), (Low,))]),
+        (2, Setting(offload=True), [(1, FLAT, UNITS)]),
     ],
     ids=["hybrid", "flat", "offload"],
 )

@@ -225,7 +225,7 @@ def test_an_export_is_replaced_whole_or_not_at_all(pool2: Any, tmp_path: Path) -
 
 def test_killed_at_any_moment_a_whole_export_is_there(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    model = nn.Sequential(*(nn.Linear(2, 3) for _ in range(12)))
+    model = nn.Sequential(*(nn.Linear(2, 3) for _ in range(5)))
 
     def filled(number: float) -> nn.Module:
         with torch.no_grad():
@@ -247,7 +247,7 @@ def test_killed_at_any_moment_a_whole_export_is_there(tmp_path: Path) -> None:
         (value,) = {element for parameter in model.parameters() for element in parameter.flatten().tolist()}
         assert value in (before, float(moment))
         before = value
-    assert moment > 50
+    assert moment > 25
 
 
 @pytest.mark.parametrize("size", ["5 parsecs", "GB", 0, -3])

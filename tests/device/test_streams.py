@@ -38,6 +38,7 @@ from tests.comm.test_communication import (
 from tests.harness import inspect
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.single_process
 
@@ -91,9 +92,18 @@ def named(options: dict[str, Any]) -> str:
     return ", ".join([*parts, *map(str, dtypes)]) or "defaults"
 
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
 @pytest.mark.filterwarnings("ignore::flatfsdp.errors.FlatFSDPWarning")
-@pytest.mark.parametrize("options", OPTIONS, ids=named)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param(strategy, options, id=f"{strategy}-{named(options)}")
+        for row, strategy in enumerate(STRATEGIES)
+        for options in some(OPTIONS, 2, row)
+    ],
+)
 def test_nothing_happens_too_early(strategy: str, options: dict[str, Any]) -> None:
     with device_of() as device:
         mesh = {"mesh": (2, 2)} if "HYBRID" in strategy else {}

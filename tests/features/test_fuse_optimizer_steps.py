@@ -20,6 +20,7 @@ from tests.conftest import Run
 from tests.harness.corners import full_parameters, seeded
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -168,7 +169,7 @@ def loaded(rank: int, world: int, folder: str, exact: bool) -> list[str]:
     lines = []
     for flat in (False, True):
         before, after = torch.load(f"{folder}/{not flat}.pt")
-        for first in (0, 2):
+        for first in some((0, 2), 2, flat + world):
             model = wrapped()
             optimizer, steps = optimizer_of(model, flat=flat)
             train(model, optimizer, rank, range(first))

@@ -18,6 +18,7 @@ from tests.harness import inspect
 from tests.harness.corners import full_parameters, seeded
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.distributed
 
@@ -111,9 +112,11 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("bad", SAID)
-@pytest.mark.parametrize(("world", "kind"), [(2, "FULL_SHARD"), (3, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")])
-def test_every_rank_learns_where_the_first_one_was(run: Run, world: int, kind: str, bad: str) -> None:
+@pytest.mark.parametrize(
+    ("on", "bad"), spread([(2, "FULL_SHARD"), (3, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")], SAID), ids=str
+)
+def test_every_rank_learns_where_the_first_one_was(run: Run, on: tuple[int, str], bad: str) -> None:
+    world, kind = on
     by, text = SAID[bad]
     results = run(world, found, kind, bad, by, {})
     assert len({tuple(each) for each in results}) == 1

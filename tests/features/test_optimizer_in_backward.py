@@ -82,7 +82,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-DEPTH = 16
+DEPTH = 9
 SHARD = BLOCK // 2 * 4  # bytes of a block's shard on two ranks
 
 

@@ -21,6 +21,7 @@ from tests.harness import parity
 from tests.harness.corners import Net, Setting, data, differences, joined, loss_of, seeded
 from tests.harness.models import Low
 from tests.harness.reference import Recipe
+from tests.harness.thorough import spread
 from tests.runtime.test_schedule_api import call_ours
 
 pytestmark = pytest.mark.distributed
@@ -145,8 +146,9 @@ def changing(rank: int, world: int, how: str, on: str, folder: str) -> list[str]
     return lines
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "checkpoint", "summon", "in place"])
-@pytest.mark.parametrize("on", ["device", "host"])
+@pytest.mark.parametrize(
+    ("on", "how"), spread(["device", "host"], ["load_state_dict", "checkpoint", "in place", "summon"])
+)
 def test_new_values_are_seen(how: str, on: str, tmp_path: Path, pool3: Run) -> None:
     assert not joined(pool3(changing, how, on, str(tmp_path)))
 

@@ -19,7 +19,6 @@ from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (
     ALL,
-    HALVES,
     HYBRID_HALVES,
     OFFLOADED,
     Net,
@@ -36,6 +35,7 @@ from tests.harness.corners import (
     unsynced,
 )
 from tests.harness.models import Feedforward
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -89,8 +89,8 @@ SEQUENCES = [
 
 @pytest.mark.parametrize(("number", "of"), list(enumerate(SEQUENCES)))
 def test_any_mix_of_synced_and_unsynced_microbatches(number: int, of: str, pool2: Run) -> None:
-    under = (*HALVES[number % 2], OFFLOADED[number % 3])
-    assert not joined(pool2(mixed, of, under))
+    """Sequences that are neighbors differ in one thing, and have other settings."""
+    assert not joined(pool2(mixed, of, some((*ALL, *OFFLOADED), 4, number)))
 
 
 @pytest.mark.parametrize("of", ["nns", "snZns"])
@@ -276,9 +276,18 @@ def plain_of(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-@pytest.mark.parametrize("of", ("ns", "nns", "nzs", "nzns"))
-@pytest.mark.parametrize("way", ("itself", "a view", "an array", "moved"))
-@pytest.mark.parametrize("front", (False, True), ids=("wrapper", "fully_shard"))
+WAYS, WINDOWS = ("itself", "a view", "an array", "moved"), ("ns", "nns", "nzs", "nzns")
+
+
+@pytest.mark.parametrize(
+    ("front", "way", "of"),
+    [
+        pytest.param(front, way, of, id=f"{'fully_shard' if front else 'wrapper'}-{way}-{of}")
+        for row, way in enumerate(WAYS)
+        for column, of in enumerate(WINDOWS)
+        for front in some((False, True), 2, row + column)  # all pairs of the three
+    ],
+)
 def test_what_a_program_keeps_of_a_window_is_left_to_it(front: bool, way: str, of: str, pool2: Run) -> None:
     assert all(pool2(keeps_shown_gradients, front, way, of))
 

@@ -146,8 +146,8 @@ class Tuning(Recipe):
 @pytest.mark.parametrize(
     ("world", "name", "on"), [(w, *each) for w, each in spread([2, 3], product(MODELS, [None, "device", "host"]))]
 )
-def test_ten_steps_under_a_bf16_policy(name: str, on: str | None, world: int) -> None:
-    recipe = Tuning(name, steps=10, optimizer="adamw", compute=torch.bfloat16, reduce=torch.float32)
+def test_steps_under_a_bf16_policy(name: str, on: str | None, world: int) -> None:
+    recipe = Tuning(name, steps=4, optimizer="adamw", compute=torch.bfloat16, reduce=torch.float32)
     engine = parity.FSDP() if on is None else Keeping(on=on)
     parity.check(world, recipe, engine=engine, context=hostile_world, use_orig_params=world == 2)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
-from tests.harness.thorough import is_thorough
+from tests.harness.thorough import is_thorough, some
 from tests.harness.three_fronts import FRONTS, sharded, unlike, whole_values
 
 pytestmark = pytest.mark.distributed
@@ -111,10 +111,10 @@ def train(model: nn.Module, how: Any, rank: int, world: int, **stepping: Any) ->
 
 def assigned(rank: int, world: int, strategies: tuple[Any, ...]) -> list[str]:
     lines = []
-    for how in (*AFTER_BACKWARD, *AFTER_STEP):
+    for number, how in enumerate((*AFTER_BACKWARD, *AFTER_STEP)):
         expected = {name: p.detach() for name, p in train(net(), how, 0, 1).named_parameters()}
-        for front in FRONTS:
-            for options in strategies[FRONTS.index(front) // 2]:
+        for place, front in enumerate(FRONTS):
+            for options in some(strategies[place // 2], 2, number + place):
                 model = train(sharded(front, net(), (Block,), **options), how, rank, world)
                 found = unlike(whole_values(front, model), expected)
                 lines += [f"{how.__name__} {front} {options} {line}" for line in found]

@@ -57,12 +57,12 @@ CHOSEN = (
 )
 
 
-@pytest.mark.parametrize("name", some(CHOSEN, 2))
+@pytest.mark.parametrize("name", some(CHOSEN, 3))
 def test_corners(name: str, pool4: Run) -> None:
     like_one_process(pool4(corner, name, timeout=60))
 
 
-@pytest.mark.parametrize(("ranks", "case"), spread([(4, 2), (6, 2), (6, 3)], ["tied", "dtypes", "nested"]))
+@pytest.mark.parametrize(("ranks", "case"), spread([(4, 2), (6, 3)], ["tied", "dtypes", "nested"]))
 def test_models(case: str, ranks: tuple[int, int]) -> None:
     world, post_forward = ranks
     parity.check(world, Recipe(case, steps=2), reshard_after_forward=post_forward, use_orig_params=world == 6)

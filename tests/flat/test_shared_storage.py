@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
+from tests.harness.thorough import spread
 from tests.harness.three_fronts import FRONTS, sharded, unlike, whole_values
 
 pytestmark = pytest.mark.distributed
@@ -85,8 +86,7 @@ def trained(rank: int, world: int, front: str, **options: Any) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "front"), spread([2, 3], FRONTS))
 def test_trains_as_in_one_process(run: Run, world: int, front: str) -> None:
     for lines in run(world, trained, front):
         assert not lines, "\n".join(lines)

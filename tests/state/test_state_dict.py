@@ -28,7 +28,7 @@ from tests.conftest import Run
 from tests.harness.corners import HYBRID_HALVES, Net, Setting, chosen, data, joined, loss_of, seeded
 from tests.harness.meshes import replicas_of_shards
 from tests.harness.models import CASES, WIDTH, Feedforward
-from tests.harness.thorough import spread
+from tests.harness.thorough import some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -91,9 +91,10 @@ def pieces(rank: int, world: int, name: str) -> list[str]:
     """Sharded and local dicts describe each rank's elements, without communication, and load as they are."""
     case = CASES[name]
     lines = []
-    for setting in settings(world, name):
+    for number, setting in enumerate(settings(world, name)):
         expected = case.build().state_dict()
-        for kind in (SHARDED, LOCAL)[: 1 if setting.rows else 2]:  # local dicts are of one flat parameter
+        kinds = (SHARDED,) if setting.rows else (SHARDED, LOCAL)  # local dicts are of one flat parameter
+        for kind in some(kinds, len(kinds), number):
             model = setting.wrap(case.build(), case.units)
             again = setting.wrap(other(case.build), case.units)
             with as_type(model, kind), as_type(again, kind):
@@ -134,8 +135,8 @@ def at_any_time(rank: int, world: int) -> list[str]:
     """After a forward, between microbatches and after a step: values are those of the shards, training goes on
     unaffected, and returned values stay as they were."""
     lines = []
-    for orig in (True, False):
-        for kind in (FULL, SHARDED, LOCAL):
+    for number, kind in enumerate((FULL, SHARDED, LOCAL)):
+        for orig in some((True, False), 2, number):
             with_dicts, without = wrapped(rank, orig=orig), wrapped(rank, orig=orig)
             kept = []
             for model in (with_dicts, without):
@@ -375,8 +376,9 @@ def wrappers(rank: int, world: int) -> list[str]:
     lines = []
     expected = seeded(build).state_dict()
     changed = {key: value + 1 for key, value in expected.items()}
-    for orig in (True, False):
-        for way in ("inside", "outside", "deep inside", "compiled", "compiled outside", "unwrapped root"):
+    ways = ("inside", "outside", "deep inside", "compiled", "compiled outside", "unwrapped root")
+    for number, way in enumerate(ways):
+        for orig in some((True, False), 2, number):
             model: Any = seeded(build)
             inner = model.inner
             if way == "inside":

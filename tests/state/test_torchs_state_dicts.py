@@ -21,7 +21,7 @@ from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.corners import Setting, joined
 from tests.harness.models import CASES
-from tests.harness.thorough import spread
+from tests.harness.thorough import some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -53,8 +53,8 @@ def unlike(found: Any, expected: Any, what: str) -> list[str]:
 def exchanged(rank: int, world: int, name: str) -> list[str]:
     case = CASES[name]
     lines = []
-    for orig in (True, False):
-        for kind in TorchsType:
+    for number, kind in enumerate(TorchsType):
+        for orig in some((True, False), 2, NAMES.index(name) + number):
             what = f"{kind.name}, orig {orig}"
             theirs = torchs(changed(case.build), case.units, orig=orig)
             ours = Setting("FULL_SHARD", orig).wrap(case.build(), case.units)

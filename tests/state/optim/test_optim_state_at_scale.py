@@ -46,7 +46,7 @@ def costs(depth: int) -> list[int]:
 
 def test_calls_grow_with_parameters() -> None:
     with fake_world(2):
-        for small, large in zip(costs(8), costs(32), strict=True):
+        for small, large in zip(costs(6), costs(24), strict=True):
             assert large < 4.4 * small
 
 

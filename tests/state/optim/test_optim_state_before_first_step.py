@@ -17,6 +17,7 @@ from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness.corners import Net, Setting, chosen, data, full_parameters, joined, loss_of, seeded
 from tests.harness.models import Feedforward
+from tests.harness.thorough import some
 from tests.state.optim.test_optim_state import OPTIMIZERS, Pair, different
 
 pytestmark = pytest.mark.distributed
@@ -37,7 +38,7 @@ MAKE = {
 
 def started(rank: int, world: int, optimizer: str) -> list[str]:
     lines = []
-    for setting in (Setting(orig=True), Setting(orig=False)):
+    for setting in some((Setting(orig=True), Setting(orig=False)), 2, [*MAKE].index(optimizer)):
         model = setting.wrap(seeded(Net), (Feedforward,))
         optim = MAKE[optimizer](model.parameters())
         before = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
