@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.errors import InternalError
+from flatfsdp.errors import InternalError, UsageError
 from tests.harness.fake import fake_world
 
 pytestmark = pytest.mark.single_process
@@ -63,3 +65,69 @@ def test_modules_list_the_flat_parameter_except_while_they_compute(strategy: str
             model(torch.ones(2, 4))
         net.look()
         assert net.seen == [flat, whole, flat]
+
+
+class Calls(nn.Module):
+    """Calls its layer with other weights, as MAML does, between two calls with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled = {name: 2.0 * each for name, each in self.layer.named_parameters()}
+        assert list(doubled) == ["weight", "bias"]
+        return self.layer(x) + torch.func.functional_call(self.layer, doubled, (x,)) + self.layer(x)
+
+
+def test_layers_are_called_with_other_weights_inside_of_a_forward() -> None:
+    plain = Calls()
+    with fake_world(1):
+        model = FullyShardedDataParallel(copy.deepcopy(plain))
+        for _ in range(2):
+            x = torch.randn(2, 4)
+            assert torch.equal(model(x), plain(x))
+            assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
+
+
+def test_a_module_finds_all_parameters_and_lists_those_of_their_time() -> None:
+    with fake_world(2):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        weight, ignored = net[0].weight, net[1].weight
+        model = FullyShardedDataParallel(net, ignored_states=[ignored])
+        flat = model._flat_param
+        for _ in range(2):
+            assert [*net.parameters()] == [flat, ignored]
+            assert net[0].weight is weight and net._flat_param is flat
+            assert not net[0]._parameters and [*net[1]._parameters] == ["weight"]
+            with FullyShardedDataParallel.summon_full_params(model):
+                assert [name for name, _ in net.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+                assert net[0].weight is weight and net._flat_param is flat
+        made = net[0].weight = nn.Parameter(torch.ones(4, 4))  # listed until it is taken over
+        assert [*net[0].parameters()] == [made]
+        model(torch.ones(2, 4))
+        assert not net[0]._parameters and net[0].weight is weight
+
+
+def test_an_attribute_that_hides_a_parameter_is_refused() -> None:
+    with fake_world(2):
+        net = nn.Sequential(nn.Linear(4, 4))
+        model = FullyShardedDataParallel(net)
+        net[0].__dict__["weight"] = torch.ones(4, 4)
+        with pytest.raises(UsageError, match=r"'0\.weight' of unit <root> was changed after wrapping: it is a"):
+            model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled", "inner"])
+def test_copies_list_what_the_model_lists(way: str) -> None:
+    with fake_world(1):
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)))
+        if way == "inner":
+            assert [name for name, _ in copy.deepcopy(model.module).named_parameters()] == ["_flat_param"]
+            return
+        twin = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
+        assert [name for name, _ in twin.named_parameters()] == ["_flat_param"]
+        x = torch.randn(2, 4)
+        for each in (model, twin):
+            each(x).sum().backward()
+        assert torch.equal(twin._flat_param.grad, model._flat_param.grad)

@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import UsageError
 from ..layout.layout import FlatLayout, ParamSpec
 from .layout_views import ShardViews, shard_of
-from .param_refs import ParamRef, enlist, unlist
+from .param_refs import Listed, ParamRef
 from .states import Left
 from .write_tracker import FlatParameter
 
@@ -93,7 +93,7 @@ class Face(Protocol):
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
             the same list.
         kept: memory to release when a forward or a backward begins, if any.
-        flat_ref: of a flat face: where a module lists the flat parameter, at rest.
+        flat_ref: of a flat face: where a module has the flat parameter.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
         flagged: for each leaf, the object on which users set `requires_grad` now, which others follow later.
     """
@@ -138,8 +138,8 @@ class Face(Protocol):
         return
 
     def put(self, param_ref: ParamRef) -> None:
-        """Let a module hold, in the place `param_ref` of a leaf, the parameter for that place at rest; `compute` and
-        `rest` include that place from now on."""
+        """Let a module hold, in the place `param_ref` of a leaf or of a flat parameter, the parameter for that place at
+        rest; `compute` and `rest` include that place from now on."""
 
     def list_whole(self, param_ref: ParamRef) -> None:
         """Let a module list, in the place `param_ref` of a leaf, the parameter that shows the whole one while users
@@ -359,8 +359,7 @@ class FlatFace(Face):
         self.apart = self.holders
         self.counters: list[torch.Tensor] = []
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
-        self._refs: dict[int, ParamRef] = {}  # the places of leaves
-        self._lists_leaves = False
+        self._listed = Listed()
         self.flags = (self._followed,) * len(leaves)
 
     @classmethod
@@ -374,20 +373,13 @@ class FlatFace(Face):
         return [self.leaves[index]]
 
     def put(self, param_ref: ParamRef) -> None:
-        self._refs[id(param_ref)] = param_ref
-        param_ref.unregister()
+        param_ref.register_for(self._listed, with_leaves=param_ref is not self.flat_ref)
 
     def compute(self) -> None:
-        if not self._lists_leaves:
-            self._lists_leaves = True
-            unlist([self.flat_ref])
-            enlist(self._refs.values())
+        self._listed.leaves = True
 
     def rest(self) -> None:
-        if self._lists_leaves:
-            self._lists_leaves = False
-            unlist(self._refs.values())
-            enlist([self.flat_ref])
+        self._listed.leaves = False
 
     def after_forward(self, *, requested: bool, in_use: bool) -> Left:
         if in_use:

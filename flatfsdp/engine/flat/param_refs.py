@@ -1,8 +1,11 @@
 """The places where modules hold parameters.
 
 [Note: parameter references] A *reference* is a (module, attribute) under which a parameter is registered. Tied
-parameters have several, perhaps in modules of other units. If a flat parameter has the registration, modules hold
-the leaf as a plain attribute ([Note: faces]).
+parameters have several, perhaps in modules of other units.
+
+[Note: listing] Modules of a flat parameter have its leaves at any time, and list them, by `parameters()`, only while
+these compute; the module inside the wrapper lists the flat parameter at other times ([Note: faces]). A step would have
+to move each leaf four times. So it moves none: the dictionaries of these modules' parameters know what to list.
 
 [Note: packed bytes] Quantized weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
 choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast would silently change the weights.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +25,81 @@ import torch
 from torch import nn
 
 from ..base import _torch
+
+
+class Listed:
+    """The choice between a flat parameter and its leaves, of which modules list one. [Note: listing]
+
+    Attributes:
+        leaves: whether they list the leaves.
+    """
+
+    __slots__ = ("leaves",)
+
+    def __init__(self) -> None:
+        self.leaves = False
+
+
+class Listing(dict[str, "nn.Parameter | None"]):
+    """The parameters of a module, all of which are found by their names, and those of a flat parameter are listed only
+    in their time; an object that other code has put in the place of one is listed. [Note: listing]
+
+    Leaves are attributes of the module as well, which saves most of the time in which `nn.Module` finds a parameter.
+
+    Attributes:
+        managed: by name, the choice, whether the parameter is a leaf, and the parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module._parameters)
+        self.managed: dict[str, tuple[Listed, bool, nn.Parameter]] = {}
+        self._module = weakref.ref(module)
+
+    def _listed(self) -> dict[str, nn.Parameter | None]:
+        found = dict(super().items())
+        for name, (listed, with_leaves, parameter) in self.managed.items():
+            if listed.leaves is not with_leaves and found.get(name) is parameter:
+                del found[name]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed())
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+    def keys(self) -> Any:
+        return self._listed().keys()
+
+    def values(self) -> Any:
+        return self._listed().values()
+
+    def items(self) -> Any:
+        return self._listed().items()
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        self._forget_attribute(name)
+        super().__setitem__(name, parameter)
+        _, with_leaves, managed = self.managed.get(name, (None, False, None))
+        if with_leaves and parameter is managed and (module := self._module()) is not None:
+            module.__dict__[name] = parameter
+
+    def __delitem__(self, name: str) -> None:
+        self._forget_attribute(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._forget_attribute(name)
+        return super().pop(name, *default)
+
+    def _forget_attribute(self, name: str) -> None:
+        if (module := self._module()) is not None:
+            module.__dict__.pop(name, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In copies and pickles, leaves are attributes only: without an engine no other code may list them."""
+        leaves = {id(parameter) for _, with_leaves, parameter in self.managed.values() if with_leaves}
+        return dict, ([(name, each) for name, each in super().items() if id(each) not in leaves],)
 
 
 class ParamRef:
@@ -85,8 +163,7 @@ class ParamRef:
         """The object that the module has under the attribute now; None if it was deleted."""
         if (module := self.module_ref()) is None:
             return None
-        registered = module._parameters.get(self.attribute)
-        return registered if registered is not None else module.__dict__.get(self.attribute)
+        return module.__dict__.get(self.attribute, module._parameters.get(self.attribute))
 
     @staticmethod
     def changed(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
@@ -100,15 +177,27 @@ class ParamRef:
                     parameters = values["_parameters"]
             if module is not None:
                 held, attribute = param_ref._held[param_ref._number], param_ref.attribute
-                if parameters.get(attribute) is not held and values.get(attribute) is not held:
+                if values.get(attribute, parameters.get(attribute)) is not held:
                     suspects.append(param_ref)
         return suspects and [param_ref for param_ref in suspects if param_ref.current is not param_ref.held]
 
     def register(self) -> None:
         """Let the module list the leaf among its parameters."""
         if (module := self.module_ref()) is not None:
+            if isinstance(module._parameters, Listing):
+                module._parameters.managed.pop(self.attribute, None)
             module.__dict__.pop(self.attribute, None)
             module._parameters[self.attribute] = self._held[self._number] = self.leaf
+
+    def register_for(self, listed: Listed, *, with_leaves: bool) -> None:
+        """Let the module have the leaf among its parameters, and list it with leaves, or with the flat parameter."""
+        if (module := self.module_ref()) is not None:
+            parameters = module._parameters
+            if not isinstance(parameters, Listing):
+                parameters = module.__dict__["_parameters"] = Listing(module)
+            parameters.managed[self.attribute] = listed, with_leaves, self.leaf
+            parameters[self.attribute] = self._held[self._number] = self.leaf
+            self.keeps_place = True
 
     def hold(self, parameter: nn.Parameter | None) -> None:
         """Let the module, if it exists, list `parameter` in this place: the leaf or its replacement at rest; for a

@@ -53,5 +53,6 @@ def put_at_rest(unit: Unit) -> None:
     """Let modules of `unit` hold the parameters of their faces, and list flat parameters."""
     for param_ref, face in faced_refs(unit):
         face.put(param_ref)
-    for param_ref in unit.flat_refs:
-        param_ref.register()
+    for face in [handle.face for handle in unit.handles]:
+        if face.flat_ref is not None:
+            face.put(face.flat_ref)

@@ -48,7 +48,8 @@ def _unit_called(module: nn.Module) -> Unit | None:
     if unit is None or unit.phase is SUMMONED:
         return None
     on_behalf = any(type(parameter) is Placeholder for parameter in module._parameters.values())
-    on_behalf = on_behalf or any(each.attribute in module.__dict__ for each in unit.flat_refs)  # hidden
+    flat = [each.attribute for each in unit.flat_refs if each.module_ref() is module]
+    on_behalf = on_behalf or not module._parameters.keys() >= set(flat)  # they are hidden
     return None if on_behalf else unit
 
 
