@@ -67,6 +67,7 @@ class GradientHooks(Observer):
         # When holders that are no leaves were last found to have no hooks.
         self._unhooked_as_of: dict[FlatParamHandle, tuple[int, int]] = {}
         self._followed: dict[FlatParamHandle, set[int]] = {}  # on whose gradients hooks of their holders run
+        self._none_held_as_of = -1  # when the program was last found to hold no accumulator, by torch's count of hooks
 
     def adopt(self, other: GradientHooks) -> None:
         """Take over what was found in a part of the model."""
@@ -167,7 +168,9 @@ class GradientHooks(Observer):
     # -- accumulators ------------------------------------------------------------------------------------------------
 
     def _look(self, units: Iterable[Unit]) -> str | None:
-        """Find held accumulators; returns the reason to refuse their hooks, if any."""
+        """Find held accumulators; returns the reason to refuse their hooks, if any. They matter once they have some."""
+        if self._none_held_as_of == RemovableHandle.next_id:
+            return None
         handles, leaves = [handle for unit in units for handle in unit.handles], []
         for handle in handles:
             leaves += handle.leaves
@@ -181,6 +184,7 @@ class GradientHooks(Observer):
         if self._held:
             self._postpone()
             return _why_not(self._held)
+        self._none_held_as_of = RemovableHandle.next_id
         return None
 
     def _add(self, handle: FlatParamHandle, found: dict[int, Any]) -> None:
