@@ -17,9 +17,10 @@ import itertools
 import math
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter, methodcaller
+from itertools import repeat
+from operator import itemgetter, methodcaller, setitem
 from typing import Any
 
 import torch
@@ -43,6 +44,42 @@ class LeafHook:
         """The gradient of `leaf` was accumulated."""
 
 
+class _Muted(LeafHook):
+    """Stands in a registry for a hook that is muted."""
+
+    __slots__ = ()
+    __call__ = staticmethod(deque[Any](maxlen=0).append)  # type: ignore[assignment]  # drops it, in C
+
+
+class LeafHooks:
+    """The engine's hooks on leaves that can be muted together. Autograd then calls no Python code for each gradient."""
+
+    def __init__(self) -> None:
+        self._registries: list[dict[int, Any]] = []
+        self._keys: list[int] = []
+        self._hooks: list[LeafHook] = []
+        self._silence = repeat(_Muted())
+
+    def watch(self, leaf: nn.Parameter, hook: LeafHook) -> Registry:
+        """Call `hook` whenever `leaf.grad` has been accumulated; returns the registry of all post-accumulate hooks of
+        `leaf`."""
+        handle = leaf.register_post_accumulate_grad_hook(hook)
+        registry = _torch.hooks_on(leaf)
+        assert registry is not None
+        self._registries.append(registry)
+        self._keys.append(handle.id)
+        self._hooks.append(hook)
+        return registry
+
+    def mute(self) -> None:
+        """Call none of them until `sound`."""
+        deque(map(setitem, self._registries, self._keys, self._silence), 0)
+
+    def sound(self) -> None:
+        """End `mute`."""
+        deque(map(setitem, self._registries, self._keys, self._hooks), 0)
+
+
 class PostponedHook:
     """A user-defined hook that is skipped for the unsharded gradient, and run on the sharded one instead."""
 
@@ -53,15 +90,6 @@ class PostponedHook:
 
     def __call__(self, *args: Any) -> None:
         return
-
-
-def watch_leaf(leaf: nn.Parameter, hook: LeafHook) -> Registry:
-    """Call `hook` whenever `leaf.grad` has been accumulated; returns the registry of all post-accumulate hooks of
-    `leaf`."""
-    leaf.register_post_accumulate_grad_hook(hook)
-    registry = _torch.hooks_on(leaf)
-    assert registry is not None
-    return registry
 
 
 def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:

@@ -62,6 +62,7 @@ STAGES_OF_UNITS: Mapping[str, Range] = {
     "launch_unshard": Range("gather", lambda unit: not unit.is_unsharded),
     "wait_unshard": Range("wait for gather", lambda unit: any(handle.state is GATHERING for handle in unit.handles)),
     "reshard": Range("reshard", lambda unit: not unit.is_sharded),
+    "pick_up_grads": Range("gradient", lambda unit: any(grads.muted for grads in unit.grads)),
     "finalize_grads": Range("finalize gradients", lambda unit: any(grads.expected for grads in unit.grads)),
 }
 STAGES_OF_FORWARDS: Mapping[str, Range] = {"run": Range("forward", names=_name_of_unit)}

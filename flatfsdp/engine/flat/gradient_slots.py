@@ -63,6 +63,7 @@ class SlotMemory:
         self.handle = handle
         self.views = views
         self.numels = [spec.numel for spec in handle.layout.params]
+        self.indices = list(range(len(self.numels)))
         itemsize = handle.precision.compute.itemsize
         self.all_small = max(self.numels) * itemsize <= SMALL_BYTES and sum(self.numels) * itemsize <= COLLECT_BYTES
         self._reducing = reducing
@@ -161,13 +162,15 @@ class GradientSlots:
     def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
         """Copy gradients, by index of their leaf, into their slots, or add them to earlier ones."""
         numels, handle = self._memory.numels, self._memory.handle
+        indices = list(grads)
+        every = indices == self._memory.indices  # as nearly always, if they were collected
         # Other numbers of elements cannot be copied; shapes are the same up to dimensions of size one.
-        if list(map(torch.Tensor.numel, grads.values())) != [numels[i] for i in grads]:
+        if list(map(torch.Tensor.numel, grads.values())) != (numels if every else [numels[i] for i in indices]):
             _check_gradients(handle, grads)
         if self.buffer is None:
             self.open()
         again = self.filled & grads.keys() if self.filled else ()
-        fresh = [i for i in grads if i not in again] if again else list(grads)
+        fresh = [i for i in indices if i not in again] if again else indices
         if self.shares and not freeing:
             handle.writes.on_overwrite(fresh)
             self._memory.views.hide(fresh)
@@ -176,9 +179,8 @@ class GradientSlots:
         slots = self._slots
         try:
             if fresh:
-                _torch.foreach_copy_(
-                    [slots[i] for i in fresh], [grads[i] for i in fresh] if again else list(grads.values())
-                )
+                copied = slots if every and not again else [slots[i] for i in fresh]
+                _torch.foreach_copy_(copied, [grads[i] for i in fresh] if again else list(grads.values()))
             if again:
                 _torch.foreach_add_([slots[i] for i in again], [_plain(grads[i]) for i in again])
         except RuntimeError:

@@ -2,6 +2,10 @@
 
 They collect in slots; unreduced gradients and partial sums last until the next backward (`gradient_slots.py`).
 
+[Note: muted hooks] A small gradient whose unit reads its parameters once only has to wait until all of the unit's have
+come. If the gradient of the unit's input shows that, nobody needs to know of each: the hooks on the leaves are muted
+meanwhile, and all gradients are picked up there at once. Then the hooks sound again, for those that are missing.
+
 [Note: rollback] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then
 a failed backward can be forgotten.
 """
@@ -9,16 +13,19 @@ a failed backward can be forgotten.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
 
 from ...errors import UsageError, fail
 from ..base import _torch
+from ..base.autograd import LeafHooks
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
-from .faces import Sums, own_grad
+from .faces import Sums, own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, Marks, SlotMemory
 from .reduction import ReductionInput, Residuals, release_inputs
@@ -43,6 +50,7 @@ class Gradients:
         absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
         residuals: the errors of earlier reductions, attached where these lose bits; else None.
         marks: shows unreduced gradients to users, if attached; else None.
+        hooks: on the leaves; muted: whether gradients stay there until `pick_up`. [Note: muted hooks]
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
@@ -60,6 +68,7 @@ class Gradients:
         self.outlive_params = False
         self.completes = True
         self._begun = False  # a backward has, and its gradients are not `.grad` yet
+        self.hooks, self.muted = LeafHooks(), False
         self._taken: Mapping[int, torch.Tensor] | None = None
 
     def _forget_expectations(self) -> None:
@@ -154,6 +163,27 @@ class Gradients:
         """Only collect gradients that arrive in this graph task, if there is one, and record their arrival."""
         if self._memory.all_small and self.slots.factor != 0:
             self.collects_in = task
+
+    def mute(self) -> None:
+        """Let gradients that are only collected in this graph task stay in the leaves."""
+        if self.collects_in == _torch.graph_task():
+            self.muted = True
+            self.hooks.mute()
+
+    def pick_up(self, *, sound: bool) -> None:
+        """Collect the gradients that have arrived in leaves since `mute`; `sound`: and end that."""
+        leaves, slots = self.handle.leaves, self.slots
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            found = {i: grad for i, grad in enumerate(map(own_grad, leaves)) if grad is not None}
+            deque(map(set_own_grad, leaves, repeat(None)), 0)
+        if not slots.collected.keys().isdisjoint(found):
+            slots.move_collected()
+        slots.collected.update(found)
+        self.arrived.update(found)
+        self.missing.difference_update(found)
+        if sound:
+            self.muted = False
+            self.hooks.sound()
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""

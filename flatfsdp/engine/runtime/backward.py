@@ -60,6 +60,7 @@ def awaits_gradients(unit: Unit) -> bool:
     """Whether the running graph task will compute gradients that `unit` lacks."""
     if not unit.expects_gradients:
         return any(map(hooks.will_accumulate, unit.trainable_leaves()))
+    unit.pick_up_grads()
     return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in unit.kinds for i in grads.missing)
 
 
@@ -69,7 +70,7 @@ def will_recompute(checkpoint: Any) -> bool:
 
 
 FACTS: UnitFacts[Unit] = UnitFacts(
-    has_gradients=lambda unit: unit.expects_gradients and any(grads.arrived for grads in unit.grads),
+    has_gradients=lambda unit: unit.expects_gradients and unit.has_gradients(),
     is_used_once=lambda unit: unit.leaves.single_use is True,
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
@@ -142,6 +143,7 @@ class Backward:
         collecting: the graph task in which only the arrival of gradients is to be recorded, if any.
         task: autograd's graph task, inside of which others may run.
         finisher: publishes reduced gradients. [Note: finishers]
+        muted: the units whose hooks on leaves were muted. [Note: muted hooks]
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class Backward:
         # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
         self._in_flight = InFlightReductions(), InFlightReductions()
         self.finisher = finisher
+        self.muted: list[Unit] = []
 
     def reduces(self, unit: Unit) -> bool:
         """Whether `unit` reduces its gradients."""
@@ -345,6 +348,7 @@ class Backward:
 
     def _complete(self, unit: Unit) -> None:
         """No gradient of `unit` is awaited any longer."""
+        unit.pick_up_grads(sound=True)  # one that comes nevertheless is a late one
         unit.backward.completed = True
         if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
             unit.leaves.runs_late = False
@@ -382,6 +386,8 @@ class Backward:
 
     def flush(self) -> None:
         """The graph task has ended: issue outstanding collectives and wait for them. Collective over both axes."""
+        for unit in [each for each in self.muted if any([grads.muted for grads in each.grads])]:  # got no input's
+            unit.pick_up_grads(sound=True)
         self.do(self.schedule.ended())
         if self.schedule.brings:
             older, newer = self._in_flight

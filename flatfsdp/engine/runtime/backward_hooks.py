@@ -253,7 +253,12 @@ class BackwardHooks:
             own.keep_unsharded = True
         backward.reached(unit)
         if not (own.completed or begun):
-            backward.participate(unit, share=backward.is_over_with_gradients(unit))
+            share = backward.is_over_with_gradients(unit)
+            backward.participate(unit, share=share)
+            if share and call is not None and call.on_device and not unit.built.counts_gradients:
+                backward.muted.append(unit)
+                for grads in unit.grads:
+                    grads.mute()
         unit.enter_phase(PRE_BACKWARD)
         unit.record_event("backward")
 
@@ -347,6 +352,10 @@ class BackwardHooks:
             backward.schedule.finished.add(unit)
         if unit.phase is PRE_BACKWARD or own.completed:
             # Reduce now if all gradients of this backward have arrived, and reshard if nothing reads the parameters.
+            for grads in unit.grads:
+                if grads.muted:
+                    unit.pick_up_grads(sound=True)
+                    break
             for grads in unit.grads:
                 if grads.missing and not (own.open_calls or own.completed) and backward is not None:
                     _skip_missing(unit, backward)

@@ -345,7 +345,7 @@ class ForwardDriver:
         is called inside of its own forward."""
         if self.iteration.stage in ENDED_BADLY and not recomputing:
             self._end_inner_failure()
-        if recomputing and any(grads.arrived for grads in unit.grads):
+        if recomputing and unit.has_gradients():
             unit.leaves.single_use = False  # parameters are read after their gradients have arrived
         if FORWARD in PHASE_STEPS[unit.phase]:
             unit.phase = FORWARD  # as `enter_phase`, without a call for every unit
@@ -482,7 +482,7 @@ def _watch_leaves(unit: Unit, held: UnitHooks) -> None:
             continue
         for index, leaf in enumerate(handle.leaves):
             if leaf.requires_grad and index not in watched:
-                watched[index] = hooks.watch_leaf(leaf, GradientHook(held, kind, index))
+                watched[index] = unit.grads[kind].hooks.watch(leaf, GradientHook(held, kind, index))
 
 
 def unshard_at_first_gradient(unit: Unit, held: UnitHooks) -> None:

@@ -66,6 +66,7 @@ class GradientFlow:
         call = ForwardCall()
         call.began = began
         if len(awaited) == 1:
+            call.on_device = awaited[0].device == unit.resources.device.device
             output = self._output_hooks.get(id(awaited[0]))
             if output is not None and output[0]() is awaited[0]:  # that of another unit
                 output[1].readers.append((held, call))

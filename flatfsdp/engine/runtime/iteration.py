@@ -420,6 +420,7 @@ def _rollback(unit: Unit) -> bool:
     """
     goes_on = unit.phase is UNIT_FORWARD and unit.is_unsharded
     unit.backward.forget_graph()
+    unit.pick_up_grads(sound=True)
     if unit.phase is not SUMMONED:  # else a user may write to the parameters, and the backward did not reach them
         for views in unit.views if not goes_on else ():
             views.show(SHOWS_SHARD)

@@ -35,6 +35,7 @@ def expect_again(unit: Unit) -> None:
     """Wait for gradients of `unit`, and of units whose parameters it uses, that the running graph task computes, and
     that arrived before, or are no longer awaited."""
     for each in (unit, *unit.owning_units):
+        each.pick_up_grads()
         each.backward.late_gradients = sum(
             hooks.will_accumulate(handle.leaves[i])
             for handle, _, grads in each.kinds

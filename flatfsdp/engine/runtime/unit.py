@@ -340,6 +340,17 @@ class Unit:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
+    def pick_up_grads(self, *, sound: bool = False) -> None:
+        """Collect gradients that have arrived while hooks were muted; `sound`: and end that. [Note: muted hooks]"""
+        for grads in self.grads:
+            if grads.muted:
+                grads.pick_up(sound=sound)
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient has arrived in the running backward."""
+        self.pick_up_grads()
+        return any(grads.arrived for grads in self.grads)
+
     def finalize_grads(self) -> list[FlatParamHandle]:
         """Make the reduced gradients `.grad`; returns the handles whose gradients this completes."""
         complete = []

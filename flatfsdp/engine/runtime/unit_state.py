@@ -196,6 +196,8 @@ class ForwardCall:
         began: when, in ticks of the record's clock; None if that is not defined.
         finished_in_task: the last graph task in which its backward finished. An output that is reached later is one of
             its inputs.
+        on_device: its only input is on the unit's device, whose thread of autograd has accumulated all gradients of
+            leaves that it can before that of the input arrives.
         outlasts: its backward may continue when the gradients of its inputs have arrived: those of leaves arrive before
             those of outputs that were not computed from them.
     """
@@ -204,7 +206,7 @@ class ForwardCall:
     began: int | None = None
     watch: hooks.MultiGradHook | None = None
     finished_in_task: int | None = None
-    outlasts = False
+    on_device = outlasts = False
 
     def let_go(self, outputs: Sequence[torch.Tensor]) -> tuple[ForwardCall | None, list[hooks.MultiGradHook | None]]:
         """The call, unless nothing will show its end, and for each output its `watch`, if hooks of that may hold it: an
