@@ -13,6 +13,7 @@ from .engine.cpu.malloc import retain_host_memory
 from .engine.features.conditional_units import ensure_unit_participation
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
+from .engine.features.matrix_steps import MatrixSteps, matrix_steps
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .engine.features.persistent_params import inference
@@ -37,6 +38,7 @@ __all__ = [
     "FlatParameter",
     "FullyShardedDataParallel",
     "FusedSteps",
+    "MatrixSteps",
     "MixedPrecision",
     "OptimizerInBackward",
     "Plan",
@@ -55,6 +57,7 @@ __all__ = [
     "fuse_optimizer_steps",
     "inference",
     "join",
+    "matrix_steps",
     "memory_plan",
     "optimizer_in_backward",
     "register_fsdp_forward_method",

@@ -57,9 +57,11 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 """Optimizers of torch that are element-wise, so that results do not depend on the number of ranks."""
 
+OF_MATRICES: dict[str, type[torch.optim.Optimizer]] = {"muon": torch.optim.Muon}
+"""Optimizers of torch for matrices, which take steps on whole ones; AdamW steps on all other parameters."""
+
 NOT_BY_NAME = {
     "adafactor": "Adafactor looks at rows and columns, of which a rank may have parts.",
-    "muon": "Muon looks at whole matrices, of which a rank may have parts.",
     "lbfgs": "LBFGS calls the model several times in a step, which the trainer does not.",
     "sparseadam": "SparseAdam needs sparse gradients, and reduced ones are dense.",
 }
@@ -84,7 +86,10 @@ SCHEDULERS: Mapping[str, Callable[..., float]] = {
 
 Strategy = Annotated[str, PlainValidator(Name(tuple(STRATEGIES)))]
 OptimizerName = Annotated[
-    Any, PlainValidator(Name(OPTIMIZERS, "a callable (params, **options) -> Optimizer", callable, NOT_BY_NAME))
+    Any,
+    PlainValidator(
+        Name(OPTIMIZERS | OF_MATRICES, "a callable (params, **options) -> Optimizer", callable, NOT_BY_NAME)
+    ),
 ]
 SchedulerName = Annotated[
     Any, PlainValidator(Name(SCHEDULERS, "a callable (optimizer, steps) -> LRScheduler", callable))
@@ -236,7 +241,8 @@ class TrainingArguments(Settings):
 
     optimizer: OptimizerName = setting(
         "adamw",
-        "name of an optimizer in torch.optim, or module:function, called with the parameters and optimizer_options",
+        "name of an optimizer in torch.optim (muon: for matrices, AdamW for the rest), or module:function, called with "
+        "the parameters and optimizer_options",
     )
     lr: Positive = setting(1e-3, "peak learning rate")
     weight_decay: NotNegative = setting(0.01, "weight decay; norms and biases are excluded")
@@ -315,6 +321,8 @@ class TrainingArguments(Settings):
             self.refuse(
                 "clip", f"with {self.called('optimizer_in_backward')}, gradients are freed before their norm is known"
             )
+        if self.optimizer_in_backward and self.optimizer in OF_MATRICES:
+            self.refuse("optimizer_in_backward", f"{self.optimizer} steps on whole matrices, after all gradients")
         if self.keep_best and self.best_by.startswith("eval") and self.eval_every is None:
             self.refuse(
                 "keep_best", f"{self.best_by} is known only for evaluated checkpoints: set {self.called('eval_every')}"

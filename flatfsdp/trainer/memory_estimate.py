@@ -41,11 +41,14 @@ _WORDS = {
     "staging": "small units, coalesced",
     "quantized": "quantized, in transit",
     "residual": "gradients, rounding errors",
+    "matrices": "matrices, exchanged",
 }
 _KINDS = {
     "all_gather": "all-gather, parameters",
     "reduce_scatter": "reduce-scatter, gradients",
     "all_reduce": "all-reduce, gradients",
+    "all_to_all": "all-to-all, matrices",
+    "to_replicas": "to replicas, matrices",
     "scalar": "norms",
 }
 _ON_HOST = frozenset({"shard", "reduced", "host copy"})  # with offload
@@ -90,8 +93,10 @@ class MemoryEstimate:
         state = sum(plan.optimizer.values())
         always = [(f"optimizer: {', '.join(plan.optimizer)}", state), ("buffers", plan.buffers)]
         held = {"shard": plan.params, "residual": plan.residuals}
-        in_step = plan.grads + sum(held.values()) > sum(plan.at_peak.values())  # the peak is in the optimizer's step
-        at_peak = held | {"reduced": plan.grads} if in_step else plan.at_peak
+        stepping = {"reduced": plan.grads, "matrices": plan.matrices}
+        # whether the peak is in the optimizer's step
+        in_step = sum(stepping.values()) + sum(held.values()) > sum(plan.at_peak.values())
+        at_peak = held | stepping if in_step else plan.at_peak
         rows = [("each rank holds", "between steps", "at the peak")]
         for kind in [*_WORDS, *(at_peak.keys() - _WORDS.keys())]:
             if count := at_peak.get(kind, 0):

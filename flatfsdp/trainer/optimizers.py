@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import flatfsdp
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, few, shown, warn
-from flatfsdp.trainer.arguments import OPTIMIZERS, SCHEDULERS, TrainingArguments, stay_then_decay
+from flatfsdp.trainer.arguments import OF_MATRICES, OPTIMIZERS, SCHEDULERS, TrainingArguments, stay_then_decay
+from flatfsdp.trainer.muon import MuonAndAdamW
 from flatfsdp.trainer.settings.references import check_all_taken, resolve, takes
 
 
@@ -27,7 +28,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     A user-defined function is called with parameters, or param groups if it takes `weight_decay`; with `lr` if it takes
     that; and with `optimizer_options`. With `optimizer_in_backward`, the optimizer steps in the backward, and its
     `step()` has nothing left to do, but must still be called. One of `OPTIMIZERS` takes fused steps
-    (`flatfsdp.fuse_optimizer_steps`).
+    (`flatfsdp.fuse_optimizer_steps`). One of `OF_MATRICES` is a `MuonAndAdamW`.
 
     Every rank calls it at the same point; nothing is communicated.
 
@@ -37,7 +38,7 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         ConfigTypeError: its result is not an optimizer.
         UsageError: with `optimizer_in_backward`: the optimizer cannot step on some parameters at a time.
     """
-    factory = _function(arguments, "optimizer", OPTIMIZERS)
+    factory = _function(arguments, "optimizer", OPTIMIZERS | OF_MATRICES)
     check_all_taken(arguments.optimizer_options, {shown(factory): factory}, argument="optimizer_options")
     options = dict(arguments.optimizer_options)
     for name in ("lr", "weight_decay"):
@@ -53,6 +54,8 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     if "weight_decay" in options:  # for 0, too: a checkpoint needs the same number of groups
         parameters = _groups(model, arguments.weight_decay)
     try:
+        if factory in OF_MATRICES.values():
+            return MuonAndAdamW(model, parameters, **options)
         optimizer = factory(parameters, **options)
     except (TypeError, ValueError) as error:  # for the value of an option
         raise ConfigValueError(f"optimizer_options: {shown(factory)} rejects {options}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,3 +225,21 @@ def test_wrong_arguments_are_refused_in_words(given: Any, error: type[Exception]
 def test_a_rank_of_a_job_gets_an_error() -> None:
     with fake_world(2), pytest.raises(UsageError, match="this process is already a rank of a job"):
         flatfsdp.advise(net(), ranks=2)
+
+
+def test_matrices_of_an_optimizer_have_traffic_and_owners() -> None:
+    def muon(model: Any) -> torch.optim.Optimizer:
+        shapes = flatfsdp.unsharded_shapes(model)
+        matrices = [each for name, each in model.named_parameters() if len(shapes[name]) == 2]
+        return flatfsdp.matrix_steps(partial(torch.optim.Muon, lr=0.1), matrices).optimizer
+
+    advice = advise(net(), ranks=16, node=4, optimizer=muon, use_orig_params=True)
+    for choice in advice.choices:
+        plan, way = choice.plan, choice.way
+        assert plan.imbalance is not None and plan.imbalance >= 1
+        assert ("all_to_all" in plan.comm) == (way.shards > 1) or way.replicas > 1  # its own may be uncut
+        assert ("to_replicas" in plan.comm) == (way.replicas > 1)
+        assert plan.optimizer.keys() == {"momentum_buffer"}
+    assert "owners" in str(advice)
+    assert "the longest step of one, as a multiple of the mean" in str(advice)
+    assert "owners" not in str(advise(net(), ranks=4, optimizer=adam, use_orig_params=True))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
-from flatfsdp import FullyShardedDataParallel, Plan, ShardingStrategy, advise, stats
+from flatfsdp import (
+    FullyShardedDataParallel,
+    Plan,
+    ShardingStrategy,
+    advise,
+    matrix_steps,
+    stats,
+    unsharded_shapes,
+)
 from flatfsdp.engine.base._dtensor import local_bytes
 from tests.conftest import Run
+from tests.harness import inspect
 from tests.harness.thorough import some
 from tests.inspection.test_advise import Block, Net, adam
 
@@ -19,7 +28,13 @@ pytestmark = pytest.mark.distributed
 STEPS = 4
 
 
-def lived(rank: int, world: int, shards: int, units: str, layout: str) -> dict[str, Any]:
+def muon(model: Any) -> torch.optim.Optimizer:
+    shapes = unsharded_shapes(model)
+    matrices = [each for name, each in model.named_parameters() if len(shapes[name]) == 2]
+    return matrix_steps(partial(torch.optim.Muon, lr=0.1), matrices, bucket_bytes=4096).optimizer
+
+
+def lived(rank: int, world: int, shards: int, units: str, layout: str, make: Any = adam) -> dict[str, Any]:
     """Figures of the last of some real steps."""
     torch.manual_seed(0)
     groups, strategy = None, ShardingStrategy.FULL_SHARD
@@ -34,30 +49,32 @@ def lived(rank: int, world: int, shards: int, units: str, layout: str) -> dict[s
     model = FullyShardedDataParallel(
         Net(), groups, strategy, auto_wrap_policy=policy, use_orig_params=True, layout=layout
     )
-    optimizer, figures = adam(model), stats(model)
+    optimizer, figures = make(model), stats(model)
     for step in range(STEPS):
         figures.reset()
         model(torch.tensor([[rank, step]])).sum().backward()
-        found: dict[str, Any] = {"comm": figures.comm, "unsharded_peak": figures.bytes_unsharded_peak}
+        found: dict[str, Any] = {"unsharded_peak": figures.bytes_unsharded_peak}
         found["grads"], found["at_peak"] = figures.bytes_grads, figures.bytes_at_peak
         optimizer.step()
+        found["comm"], found["matrices"] = figures.comm, inspect.memory(model).peak("matrices")
         model.zero_grad()
     states = [value for state in optimizer.state.values() for value in state.values()]
     return found | {"params": figures.bytes_params, "states": sum(map(local_bytes, states))}
 
 
 @cache
-def planned() -> dict[tuple[int, str, str], Plan]:
+def planned(make: Any = adam) -> dict[tuple[int, str, str], Plan]:
     """The plans of advice, by shards, units and layout."""
     policies = {"model": None, "blocks": {Block}}
-    advice = advise(Net(), ranks=4, node=2, optimizer=adam, units=policies, accelerator=False, use_orig_params=True)
+    advice = advise(Net(), ranks=4, node=2, optimizer=make, units=policies, accelerator=False, use_orig_params=True)
     return {(c.way.shards, c.way.units, c.way.layout): c.plan for c in advice.choices}
 
 
+@pytest.mark.parametrize("make", [adam, muon])
 @pytest.mark.parametrize("shards", [4, 2, 1])
-def test_figures_are_those_of_the_real_run(shards: int, run: Run) -> None:
+def test_figures_are_those_of_the_real_run(shards: int, make: Any, run: Run) -> None:
     for units, layout in some((("model", "flat"), ("blocks", "flat"), ("blocks", "rows")), 2, shards // 2):
-        plan = planned()[shards, units, layout]
-        found = run(4, lived, shards, units, layout)[0]
+        plan = planned(make)[shards, units, layout]
+        found = run(4, lived, shards, units, layout, make)[0]
         assert found.pop("states") == sum(plan.optimizer.values())
         assert {key: getattr(plan, key) for key in found} == found

@@ -466,6 +466,7 @@ def test_the_reader_sees_through_aliases() -> None:
 TRAINER_ROWS = (
     "process_group settings preemption terminal randomness rendezvous",
     "arguments launch",
+    "muon",
     "optimizers model data_loading utilization",
     "hub",
     "instantiate",

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
-from flatfsdp.trainer.arguments import NOT_BY_NAME, OPTIMIZERS, TrainingArguments
+from flatfsdp.trainer.arguments import NOT_BY_NAME, OF_MATRICES, OPTIMIZERS, TrainingArguments
 from flatfsdp.trainer.optimizers import make_optimizer, make_scheduler, options_kept
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -63,6 +63,82 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int) 
     return found
 
 
+class Tokens(nn.Module):
+    """An embedding and its head, matrices, vectors, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.net = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6, bias=False))
+        self.norm = nn.LayerNorm(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 9, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.frozen(self.norm(self.net(self.table(x)))))
+        return out
+
+
+def _muon(rank: int, world: int, front: str, folder: str) -> dict[str, bool]:
+    """Whether parameters are those of one process, and stay so after a checkpoint."""
+    arguments = TrainingArguments(optimizer="muon", lr=0.05, weight_decay=0.1, optimizer_options={"ns_steps": 3})
+    torch.manual_seed(0)
+    reference = Tokens()
+    matrices = [reference.net[0].weight, reference.net[2].weight]
+    vectors = [reference.net[0].bias, reference.norm.weight, reference.norm.bias]
+    tables = [reference.table.weight, reference.head.weight]
+    alone: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(tables, lr=0.05, weight_decay=0.1),
+        torch.optim.AdamW(vectors, lr=0.05, weight_decay=0.0),
+    ]
+
+    def sharded() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        if front == "fully_shard":
+            net: Any = Tokens()
+            flatfsdp.fully_shard(net.net)
+            made: Any = flatfsdp.fully_shard(net)
+        else:
+            made = FullyShardedDataParallel(Tokens(), auto_wrap_policy={nn.Sequential}, use_orig_params=True)
+        return made, make_optimizer(made, arguments)
+
+    model, optimizer = sharded()
+    for step in range(4):
+        x = torch.randint(9, (5,), generator=torch.Generator().manual_seed(step))
+        for net, optimizers in ((reference, alone), (model, [optimizer])):
+            net(x).square().mean().backward()
+            for each in optimizers:
+                each.step()
+            net.zero_grad()
+        if step == 1:
+            checkpoint.save(folder, model=model, optimizer=optimizer)
+            model, optimizer = sharded()
+            checkpoint.load(folder, model=model, optimizer=optimizer)
+    if front == "fully_shard":
+        whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+    else:
+        with FullyShardedDataParallel.summon_full_params(model):
+            whole = {name.replace("_fsdp_wrapped_module.", ""): p.clone() for name, p in model.named_parameters()}
+    return {name: torch.allclose(whole[name], p, atol=1e-5) for name, p in reference.named_parameters()}
+
+
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
+def test_muon_steps_on_matrices_and_adamw_on_the_rest_as_in_one_process(front: str, tmp_path: Path, pool2: Run) -> None:
+    for same in pool2(_muon, front, str(tmp_path / "x")):
+        assert len(same) == 9
+        assert not [name for name, equal in same.items() if not equal]
+
+
+def test_muon_without_matrices_of_its_own_is_refused() -> None:
+    with fake_world(2):
+        model = wrapped(use_orig_params=False)
+        with pytest.raises(ConfigValueError, match=r"flat parameter.*use_orig_params"):
+            make_optimizer(model, TrainingArguments(optimizer="muon"))
+    with pytest.raises(ConfigValueError, match="muon steps on whole matrices, after all gradients"):
+        TrainingArguments(optimizer="muon", optimizer_in_backward=True)
+
+
 # optimizers
 
 
@@ -92,7 +168,7 @@ def test_every_optimizer_of_torch_is_named_or_refused_with_a_reason() -> None:
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
-    assert found - {"muon"} == set(OPTIMIZERS) | set(NOT_BY_NAME) - {"muon"}
+    assert found | {"muon"} == set(OPTIMIZERS) | set(OF_MATRICES) | set(NOT_BY_NAME)
 
 
 def _step_of_each(rank: int, world: int) -> dict[str, bool]:

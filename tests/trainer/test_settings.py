@@ -172,10 +172,10 @@ def test_values_have_one_normal_form() -> None:
         (
             lambda: TrainingArguments(optimizer="adanw"),
             "TrainingArguments.optimizer: got 'adanw'. Accepted: adamw, adam, sgd, adadelta, adagrad, adamax, asgd, "
-            "nadam, radam, rmsprop, rprop, 'package.module:name', or (in Python) a callable (params, **options) -> "
-            "Optimizer. Did you mean 'adamw'?",
+            "nadam, radam, rmsprop, rprop, muon, 'package.module:name', or (in Python) a callable (params, **options) "
+            "-> Optimizer. Did you mean 'adamw'?",
         ),
-        (lambda: TrainingArguments(optimizer="Muon"), "Muon looks at whole matrices, of which a rank may have parts."),
+        (lambda: TrainingArguments(optimizer="Adafactor"), "Adafactor looks at rows and columns, of which a rank may"),
         (lambda: TrainingArguments(optimizer=3), "TrainingArguments.optimizer: got 3 (int). Accepted: adamw, "),
         (lambda: TrainingArguments(optimizer_options=[1]), "TrainingArguments.optimizer_options: got [1] (list). Acc"),  # type: ignore[arg-type]
         (lambda: TrainingArguments(optimizer_options={"lr": 1}), "'lr' is set by lr"),

@@ -74,6 +74,8 @@ REASONS = {
     "torch._subclasses.FakeTensorMode": "dry runs compute with tensors that have a device, but no memory",
     "torch.testing._internal.distributed.fake_pg": "the process group of a dry run; importing it is the only way to "
     "register its backend",
+    "torch.optim._muon._zeropower_via_newtonschulz": "the part of Muon's step that needs whole matrices; its step has "
+    "only all parts together, so that an owner would need the momentum and the parameter as well; likewise _adjust_lr",
     "torch.foreach": "torch._foreach_copy_ moves many small gradients in one call; torch.optim uses the same family",
 }
 
@@ -547,6 +549,13 @@ def fake_world(ranks: int, *, rank: int) -> Iterator[None]:
         yield
     finally:
         c10d.destroy_process_group()
+
+
+def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]]:
+    """The functions in Muon's step for the matrix (gradient, coefficients, steps, eps) and for the learning rate (rate,
+    name of the adjustment, shape)."""
+    muon: Any = torch.optim._muon
+    return muon._zeropower_via_newtonschulz, muon._adjust_lr
 
 
 def stay_out_of_graphs() -> None:

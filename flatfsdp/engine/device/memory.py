@@ -37,7 +37,8 @@ class MemoryTracker:
     Namely `shard`, `unsharded`, `post_forward_shard`, `arrived` (large gradients as computed, before wider slots are
     allocated), `slots` (unsharded gradients), `exchange` (scratch of a reduction), `staging` (of several small units),
     `quantized` (encoded parameters and gradients), `residual` (quantization errors), `reduced` (gradient shards before
-    they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of persistent parameters).
+    they become `.grad`), `partial` (sums that await an all-reduce), `summoned`, `host copy` (of persistent parameters),
+    `matrices` (that an optimizer needs whole: sent, arrived, put together).
 
     Attributes:
         advise: called with a flat buffer or a result of a reduction whose memory was just allocated.

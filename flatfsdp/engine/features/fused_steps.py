@@ -63,6 +63,11 @@ _POINTER, _OFFSET, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.storage_offset,
 _fused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` steps on parameters of a shard together."""
+    return optimizer in _fused
+
+
 def _drop_grads_quickly(optimizer: torch.optim.Optimizer) -> None:
     """Let `optimizer.zero_grad()` set gradients to None without reading them first, which would take longer.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -40,8 +40,28 @@ class _CheckedOptimizer(NamedTuple):
     distributed: bool
 
 
+class StatesOfWholes(Protocol):
+    """The states of an optimizer that steps on whole matrices.
+
+    Attributes:
+        imbalance: the cost of the rank that computes longest in a step, as a multiple of the mean.
+    """
+
+    @property
+    def imbalance(self) -> float: ...
+
+    def to_shards(self) -> None:
+        """Let each rank have its parts of them, as of an element-wise optimizer. Collective."""
+
+    def state_before_first_step(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """This rank's part of that of `parameter`; None if there are no whole matrices of it."""
+
+
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
+# Optimizers that step on whole matrices, of which ranks have parts: their states have the shape of these.
+steps_on_wholes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StatesOfWholes]]
+steps_on_wholes = weakref.WeakKeyDictionary()
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
@@ -60,6 +80,13 @@ def guard_optimizers() -> None:
 def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the engine is stepping `optimizer`, in a backward."""
     return optimizer is _at_work.value
+
+
+def wholes_of(optimizer: torch.optim.Optimizer) -> StatesOfWholes | None:
+    """The states of `optimizer`, if it steps on whole matrices; or if it contains one that does, as its attribute
+    `matrix_steps`."""
+    ref = steps_on_wholes.get(optimizer)
+    return vars(optimizer).get("matrix_steps") if ref is None else ref()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -213,6 +240,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             if holding is None:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
             for key, value in optimizer.state.get(parameter, {}).items():
+                if optimizer in steps_on_wholes:
+                    continue
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise UsageError(
                         f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has "

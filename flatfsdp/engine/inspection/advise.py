@@ -108,7 +108,8 @@ class Advice:
 
     def __str__(self) -> str:
         header = ("shards x replicas", "units", "layout", "between steps", "peak", "padding", "inside", "across")
-        rows: list[tuple[str, ...]] = [(*header, "largest unit", "")]
+        owners = ("owners",) if any(choice.plan.imbalance is not None for choice in self.choices) else ()
+        rows: list[tuple[str, ...]] = [(*header, *owners, "largest unit", "")]
         for choice in self.choices:
             way, plan = choice.way, choice.plan
             sizes = map(_size, (plan.between_steps, plan.peak))
@@ -116,13 +117,16 @@ class Advice:
             mark = "<" if choice is self.recommended else ""
             name, unit = f"{way.shards} x {way.replicas}", choice.largest
             largest = f"{unit.name or ROOT}, {unit.parameters:,}"
-            rows.append((name, way.units, way.layout, *sizes, f"{choice.padding:.2%}", *sent, largest, mark))
-        lines = aligned(rows, right=(3, 4, 5, 6, 7))
+            balance = (f"{plan.imbalance or 1:.2f}",) if owners else ()
+            rows.append((name, way.units, way.layout, *sizes, f"{choice.padding:.2%}", *sent, *balance, largest, mark))
+        lines = aligned(rows, right=(3, 4, 5, 6, 7, 8) if owners else (3, 4, 5, 6, 7))
         lines += [f"left out: {way.words}: {why}" for way, why in self.left_out]
         lines.append(
             f"Bytes of each rank, without activations; received in a step from its own node, of {self.node} ranks "
             "(inside), and from others (across)."
         )
+        if owners:
+            lines.append("Owners of whole matrices: the longest step of one, as a multiple of the mean.")
         return "\n".join([*lines, "", self.sentence])
 
 
@@ -338,7 +342,8 @@ def _received(plan: Plan, way: Way, node: int) -> tuple[int, int]:
     """Bytes that the first rank receives in a step from its own node, and from others.
 
     Of a gather of B bytes over n ranks it receives B / n from each of the others, as much in a reduction to shards; and
-    twice that in a reduction to all, which is both.
+    twice that in a reduction to all, which is both. Of an exchange of matrices ([Note: matrix exchange]) it receives
+    about what it sends, and as much from each of the others.
     """
     inside = across = 0
     for kind, ranks, times in (
@@ -350,6 +355,11 @@ def _received(plan: Plan, way: Way, node: int) -> tuple[int, int]:
         near = sum(rank < node for rank in ranks)
         inside += times * size * (near - 1) // len(ranks)
         across += times * size * (len(ranks) - near) // len(ranks)
+    for kind, ranks in (("all_to_all", _ranks_of_shards(way)), ("to_replicas", _ranks_of_replicas(way))):
+        size, others = plan.comm.get(kind, (0, 0))[1], max(1, len(ranks) - 1)
+        near = sum(rank < node for rank in ranks)
+        inside += size * (near - 1) // others
+        across += size * (len(ranks) - near) // others
     return inside, across
 
 

@@ -29,7 +29,9 @@ from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
 from ..features.fake_tensors import without_memory
+from ..features.matrix_exchange import MATRICES
 from ..features.optimizer_in_backward import OptimizerInBackward
+from ..guards.optimizer_hooks import wholes_of
 from ..models.rest import outermost_model
 from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
@@ -145,6 +147,9 @@ class Plan:
         at_peak: the engine's memory when that is the largest, by kind, as `stats(model).bytes_at_peak`.
         comm: kind of collective to (calls, bytes) in one step, as `stats(model).comm`.
         residuals: the errors of quantized gradients, with error feedback.
+        matrices: what owners put together and exchange at a time in a step on whole matrices (`matrix_steps`).
+        imbalance: the cost of the rank that computes longest in such a step, as a multiple of the mean; None if there
+            are none.
     """
 
     units: tuple[UnitSummary, ...]
@@ -156,6 +161,8 @@ class Plan:
     at_peak: dict[str, int]
     comm: dict[str, tuple[int, int]]
     residuals: int = 0
+    matrices: int = 0
+    imbalance: float | None = None
 
     @property
     def between_steps(self) -> int:
@@ -165,7 +172,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """The most held at one time, except activations and an optimizer's temporary memory during its step."""
-        during_step = self.params + self.grads + self.residuals
+        during_step = self.params + self.grads + self.residuals + self.matrices
         return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
 
 
@@ -201,7 +208,8 @@ def memory_plan(
         >>> figures.params, figures.comm["reduce_scatter"]
         (524800, (1, 4198400))
     """
-    units = outermost_model(model, "memory_plan").units
+    outermost = outermost_model(model, "memory_plan")
+    units = outermost.units
     if not is_memoryless():
         raise UsageError(
             "memory_plan() was called outside of dry_run(), where its steps would train the model on tensors without "
@@ -210,6 +218,7 @@ def memory_plan(
     if microbatches < 1:
         raise ConfigValueError(f"memory_plan(): expected microbatches of at least 1, found {microbatches}")
     stepper = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
+    wholes = None if stepper is None else wholes_of(stepper)
     figures = stats(model)
     with _stand_in_forwards(units):
         for _ in range(SETTLING + 1):
@@ -219,14 +228,10 @@ def memory_plan(
                 model(torch.zeros(())).float().backward()
             if max_norm is not None:
                 model.clip_grad_norm_(max_norm)
-            comm, at_peak, unsharded, grads = (
-                figures.comm,
-                figures.bytes_at_peak,
-                figures.bytes_unsharded_peak,
-                figures.bytes_grads,
-            )
+            at_peak, unsharded, grads = figures.bytes_at_peak, figures.bytes_unsharded_peak, figures.bytes_grads
             if stepper is not None:
                 _step(stepper)
+            comm = figures.comm
             model.zero_grad()
         return Plan(
             units=tuple(units_in_order(model)),
@@ -238,6 +243,8 @@ def memory_plan(
             at_peak=at_peak,
             comm=comm,
             residuals=figures.bytes_residuals,
+            matrices=outermost.resources.tracker.peak(MATRICES),
+            imbalance=None if wholes is None else wholes.imbalance,
         )
 
 
@@ -319,10 +326,13 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 def _state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes of an optimizer's state by name."""
     found: dict[str, int] = {}
-    for state in optimizer.state.values() if optimizer is not None else ():
+    states: list[Any] = [*optimizer.state.values()] if optimizer is not None else []
+    for state in states:  # grows by states in others: of the matrices of one parameter
         for name, value in state.items():
             if isinstance(value, Tensor):
                 found[name] = found.get(name, 0) + local_bytes(value)
+            elif isinstance(value, dict):
+                states.append(value)
     return found
 
 

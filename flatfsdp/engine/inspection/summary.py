@@ -265,7 +265,7 @@ class Stats:
         (large gradients as they arrived, to be reduced in a wider dtype), `slots` (unsharded gradients), `exchange`
         (scratch of a reduction), `staging` (of several small units), `quantized` (data sent in few bits), `residual`
         (their errors), `reduced` (gradient shards before they become `.grad`), `partial` (sums that await an
-        all-reduce), `summoned`, and `host copy` (of `keep_frozen_unsharded`).
+        all-reduce), `summoned`, `host copy` (of `keep_frozen_unsharded`), and `matrices` (of `matrix_steps`).
         """
         return dict(sum((Counter(model.resources.tracker.at_peak) for model in self._models()), Counter()))
 
@@ -274,8 +274,9 @@ class Stats:
         """Kind of collective to (number of calls, bytes) of this rank since the last `reset()`.
 
         Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `comm_hook` (calls of a
-        communication hook), `broadcast`, and `scalar` for norms and agreements. Bytes are those of the unsharded side:
-        an all-gather's output, a reduction's input.
+        communication hook), `all_to_all` and `to_replicas` (of `matrix_steps`), `broadcast`, and `scalar` for norms and
+        agreements. Bytes are those of the unsharded side: an all-gather's output, a reduction's input; of all-to-alls,
+        what this rank sends.
         """
         found: dict[str, tuple[int, int]] = {}
         for model in self._models():

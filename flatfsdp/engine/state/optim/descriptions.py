@@ -39,6 +39,11 @@ class OtherState:
     value: Any
 
 
+class KeptWhole(torch.Tensor):
+    """A state of another shape than the parameter's, of which each rank has all while the parameter is in parts: of an
+    optimizer that steps on whole matrices."""
+
+
 @dataclass(frozen=True)
 class UnsupportedState:
     """The description of a state that cannot be assembled."""
@@ -51,7 +56,9 @@ def description_of(param: OptimizedParam, state: Mapping[str, Any]) -> Descripti
     found: Description = {}
     handle = param.handle
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == param.shape:
+        if isinstance(value, KeptWhole):
+            found[name] = OtherState(value_of(value.as_subclass(torch.Tensor)))
+        elif isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == param.shape:
             found[name] = ParamShaped(value.dtype)
         elif not _holds_tensors(value):
             found[name] = value_of(value)

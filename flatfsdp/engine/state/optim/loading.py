@@ -25,6 +25,7 @@ from ...base.hashing import hash63
 from ...base.plain_data import encode
 from ...comm.transport import Transport
 from ...flat.faces import FlatFace
+from ...guards.optimizer_hooks import wholes_of
 from ...models.rest import collective_call
 from ...models.walks import units_in
 from ...parts.part import stored_part
@@ -35,7 +36,7 @@ from ..model.distributed_values import described, is_distributed, whole_if_distr
 from ..named_param import NamedParam, by_handle
 from ..owned_interval import OwnedInterval
 from ..parts import axes_beside, broadcast_tensor
-from .descriptions import ParamShaped, alike, shown, value_of
+from .descriptions import KeptWhole, ParamShaped, alike, shown, value_of
 from .param_map import Key, OptimizedParam, ParamMap, check_dict, groups_of, others_of
 from .saving import initialized_axes, is_source, shaped_states
 
@@ -118,10 +119,13 @@ def _described(value: Any) -> Any:
     return value_of(value)
 
 
-def plan(param_map: ParamMap, description: StateDictSpec, others: Collection[Any] = ()) -> LoadPlan:
+def plan(
+    param_map: ParamMap, description: StateDictSpec, others: Collection[Any] = (), *, any_shape: bool = False
+) -> LoadPlan:
     """The plan for an optimizer over `param_map`'s parameters. No communication.
 
-    `others`: entries of the optimizer's state that belong to no parameter.
+    `others`: entries of the optimizer's state that belong to no parameter. `any_shape`: it steps on whole matrices, so
+    that each rank can have states of other shapes.
 
     Raises:
         ConfigValueError: a name of no parameter of the optimizer, or states that do not fit; the message names them.
@@ -169,7 +173,7 @@ def plan(param_map: ParamMap, description: StateDictSpec, others: Collection[Any
             for named in param.params
             if named.name in found
         }
-        planned = _of_flat(param, entries) if param.is_flat else _of_one(param, entries.get(param.name, {}))
+        planned = _of_flat(param, entries) if param.is_flat else _of_one(param, entries.get(param.name, {}), any_shape)
         if planned:
             states[param.key] = planned
     kept = {key: description.state[key] for key in description.state if key in beside}
@@ -189,7 +193,7 @@ def _with_scalars_shaped(named: NamedParam, values: Values, shaped: Collection[s
     }
 
 
-def _of_one(param: OptimizedParam, values: Values) -> dict[str, Any]:
+def _of_one(param: OptimizedParam, values: Values, any_shape: bool) -> dict[str, Any]:
     named = param.params[0]
     if param.handle is None:
         return values
@@ -201,7 +205,7 @@ def _of_one(param: OptimizedParam, values: Values) -> dict[str, Any]:
         elif value.shape == spec.shape:
             _check_interval(named, state, value)
             planned[state] = ParamShaped(value.dtype)
-        elif _owned_by_one(named):
+        elif any_shape or _owned_by_one(named):
             planned[state] = value
         else:
             raise ConfigValueError(
@@ -388,7 +392,9 @@ def load(
         def prepare() -> int:
             loading.description = describe(state_dict) if description is None else description
             loading.param_map = ParamMap(model, groups_of(model, optim, optim_input), by_name=by_name)
-            loading.plan = plan(loading.param_map, loading.description, frozenset(others_of(optim)))
+            loading.any_shape = optim is not None and wholes_of(optim) is not None
+            others = frozenset(others_of(optim))
+            loading.plan = plan(loading.param_map, loading.description, others, any_shape=loading.any_shape)
             return hash63(repr(loading.common()))
 
         digests = all_or_none(axes, prepare, doing=DOING)
@@ -451,11 +457,13 @@ class _Loading:
         description: of the dict.
         param_map: the parameters that the optimizer steps on.
         plan: the plan for each value.
+        any_shape: whether the optimizer steps on whole matrices.
     """
 
     description: StateDictSpec
     param_map: ParamMap
     plan: LoadPlan
+    any_shape = False
 
     def __init__(self, axes: Sequence[Transport], *, from_first: bool) -> None:
         self._axes = axes
@@ -502,6 +510,8 @@ class _Loading:
                 if not isinstance(value, ParamShaped):
                     replicated = isinstance(value, TensorSpec)
                     taken = self._replicated(param, state, value) if replicated else value_of(value)
+                    if replicated and self.any_shape and param.handle is not None:
+                        taken = taken.as_subclass(KeptWhole)
                     out.setdefault(param.key, {})[state] = taken
         return {
             each.key: {state: out[each.key][state] for state in self._planned(each)}

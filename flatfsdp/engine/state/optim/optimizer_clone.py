@@ -66,16 +66,20 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def step_alone(clone: torch.optim.Optimizer) -> None:
-    """Run the step of the class of `clone`, without torch's wrapper that calls hooks. The random states of torch
-    and Python stay unchanged."""
-    step: Any = type(clone).step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
+    """`unhooked_step`; the random states of torch and Python stay unchanged."""
     devices = {each.device for group in clone.param_groups for each in group["params"] if each.device.type != "cpu"}
     device_type = next(iter(devices)).type if devices else "cpu"
     numbers = random.getstate()
     try:
         with torch.random.fork_rng(devices=sorted(devices, key=str), device_type=device_type):
-            step(clone)
+            unhooked_step(clone)
     finally:
         random.setstate(numbers)
+
+
+def unhooked_step(clone: torch.optim.Optimizer) -> None:
+    """Run the step of the class of `clone`, without torch's wrapper that calls hooks."""
+    step: Any = type(clone).step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    step(clone)

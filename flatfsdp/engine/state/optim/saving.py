@@ -4,21 +4,13 @@
 the model before it was wrapped, with names ([Note: clean names]) for numbers. First, ranks exchange descriptions
 of their states ([Note: described states]), because a rank has no information on parameters without elements there.
 Full states are then gathered one state of one unit at a time; sharded ones need no further communication.
-
-[Note: trial step] A copy of the optimizer steps on stand-ins: parameters of zeros, with gradients of zeros. Of each
-value of its state the first one assigned is kept: if an optimizer creates its state before it computes, as most do,
-that is the state before the step (a step count of zero, moments of zero). Values that it assigns after it has computed
-are the state of one step without gradients (SGD's momentum: zero). A state that begins as a copy of its parameter (an
-average, schedule-free's z) is found by a second trial, on the parameters' values, which torch's optimizers do not need.
-Neither the optimizer nor the parameters take part, nor do hooks of the optimizer, a scheduler that counts its steps, or
-the random states of torch and Python.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +18,11 @@ from torch import nn
 
 from ....errors import ConfigValueError
 from ...agreement.object_collectives import all_or_none, is_first_of, ranks_over
-from ...agreement.once_per_job import warn_once_per_job
 from ...comm.axes import Axis
 from ...comm.transport import Transport
 from ...flat.flat_param import FlatParamHandle
 from ...flat.layout_views import dense
+from ...guards.optimizer_hooks import wholes_of
 from ...models.rest import collective_call, quiesce
 from ...models.walks import units_in
 from ...runtime.unit import Unit
@@ -40,8 +32,8 @@ from ..model.types import StateDictRequest, shares_memory
 from ..named_param import NamedParam, by_handle
 from ..parts import every_axis
 from .descriptions import Description, OtherState, ParamShaped, agree, description_of, value_of
-from .optimizer_clone import copy_over, step_alone
-from .param_map import Key, OptimizedParam, ParamMap, check_dict, groups_of
+from .param_map import Key, ParamMap, check_dict, groups_of
+from .trial import state_before_first_step
 
 DOING = {
     "whole": "gathers the state of an optimizer",
@@ -67,6 +59,8 @@ def state_by_name(
     """
     with collective_call(units_in(model), "optim_state_dict()", always=True):
         axes = initialized_axes(model)
+        if (wholes := wholes_of(optim)) is not None:
+            wholes.to_shards()
         doing = DOING[wanted.carrier]
         saving = _Saving(wanted)
 
@@ -286,104 +280,3 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
     return value_of(value, device=device)
-
-
-# -- before the first step ---------------------------------------------------------------------------------------------
-
-
-class _FirstValues(dict[Any, Any]):
-    """One parameter's state, which records first assignments. `first`: these, by the name of the state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[Any, Any] = {}
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if key not in self.first:
-            self.first[key] = _copy_of(value)
-        super().__setitem__(key, value)
-
-    # dict's own methods do not call __setitem__.
-    setdefault: Any = MutableMapping.setdefault
-    update: Any = MutableMapping.update
-
-
-class _States(defaultdict[Any, Any]):
-    """An optimizer's state whose entries record first assignments."""
-
-    def __init__(self) -> None:
-        super().__init__(_FirstValues)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, dict) and not isinstance(value, _FirstValues):
-            remembering = _FirstValues()
-            remembering.update(value)
-            value = remembering
-        super().__setitem__(key, value)
-
-
-def state_before_first_step(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[OptimizedParam]]
-) -> dict[Key, dict[str, Any]]:
-    """The state of each parameter that requires a gradient, by its key. No communication except the optimizer's own.
-
-    Temporarily takes the memory of the parameters, their gradients and the state once more. An optimizer that cannot
-    step on gradients of zeros (one that needs a closure, or sparse gradients), or that cannot be copied, is left
-    without state, with a warning.
-    """
-    found = _state_of_trial(optimizer, groups, on_values=False)
-    if found and not type(optimizer).__module__.startswith("torch.optim."):
-        on_values = _state_of_trial(optimizer, groups, on_values=True)
-        for param in (each for group in groups for each in group):
-            began = on_values.get(param.key, {})
-            found.get(param.key, {}).update({name: value for name, value in began.items() if _is_copy(value, param)})
-    return found
-
-
-def _is_copy(value: Any, param: OptimizedParam) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and torch.equal(value, param.at_rest.to(value))
-
-
-def _state_of_trial(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[OptimizedParam]], *, on_values: bool
-) -> dict[Key, dict[str, Any]]:
-    stand_ins = {id(param.parameter): _stand_in(param, on_values=on_values) for group in groups for param in group}
-    states = _States()
-    try:
-        step_alone(copy_over(optimizer, stand_ins, states))
-    except Exception as error:
-        warn_once_per_job(
-            f"the state that {type(optimizer).__name__} has before its first step cannot be determined, because a "
-            f"copy of it does not step on zeros ({type(error).__name__}: {error}). Its state dict has no state; call "
-            "it after a step"
-        )
-        return {}
-    found = {}
-    for group in groups:
-        for param in group:
-            state = states.get(stand_ins[id(param.parameter)])
-            if state:
-                found[param.key] = state.first
-    return found
-
-
-def _stand_in(param: OptimizedParam, *, on_values: bool) -> nn.Parameter:
-    at_rest, steps = param.at_rest, param.parameter.requires_grad
-    if steps:
-        values = at_rest.clone() if on_values else torch.zeros_like(at_rest)
-    else:
-        values = at_rest.new_zeros(()).expand(at_rest.shape)
-    made = nn.Parameter(values, requires_grad=steps)
-    for name, value in vars(param.parameter).items():
-        if name != "_handle_ref":
-            setattr(made, name, value)
-    if steps:
-        made.grad = torch.zeros_like(made)
-    return made
-
-
-def _copy_of(value: Any) -> Any:
-    try:
-        return value_of(value)
-    except Exception:
-        return value

@@ -1,0 +1,117 @@
+"""Tensors that optimizers have to see completely, matrices or whole ones, and the costs of a step on one of them.
+
+[Note: adapters] An optimizer that is not element-wise looks at norms, rows or products of matrices. An `Adapter` has
+these: `MATRICES` divides a tensor of three dimensions into one matrix for each expert, `TENSORS` leaves tensors of any
+shape whole. Known optimizers have one in `ADAPTERS`; for others users choose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ..layout.layout import ParamSpec, Span
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor that an optimizer steps on: a parameter, or one matrix of it.
+
+    Attributes:
+        span: its elements, in the order of the parameter's memory.
+        shape, stride: as it is shown to the optimizer; stride is None if it is row-major.
+        expert: its number among several matrices of the parameter; None if it is the parameter.
+    """
+
+    span: Span
+    shape: Shape
+    stride: tuple[int, ...] | None
+    expert: int | None = None
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, its elements in memory order, in its shape."""
+        return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
+
+
+def _whole(spec: ParamSpec) -> list[Seen]:
+    return [Seen(Span(0, spec.numel), spec.shape, spec.stride)]
+
+
+def _matrices(spec: ParamSpec) -> list[Seen]:
+    if len(spec.shape) == 2:
+        return _whole(spec)
+    if len(spec.shape) != 3:
+        raise UsageError(
+            f"its shape is {spec.shape}, but this optimizer steps on matrices (2 dimensions) and on tensors of experts "
+            "(3 dimensions: one matrix for each). Give it to another optimizer"
+        )
+    if spec.stride is not None:
+        raise UsageError(
+            f"its experts, shape {spec.shape} with stride {spec.stride}, are not one after the other in memory. Make "
+            "it contiguous before wrapping"
+        )
+    experts, *shape = spec.shape
+    size = prod(shape)
+    return [Seen(Span(0, size).shift(size * number), tuple(shape), None, number) for number in range(experts)]
+
+
+def newton_schulz_cost(shape: Shape) -> int:
+    """The multiplications of one iteration of Newton and Schulz: of a matrix with its transpose, of the square that
+    results with itself, and with the matrix."""
+    least, most = min(shape), max(shape)
+    return 2 * least * least * most + least**3
+
+
+def elements_cost(shape: Shape) -> int:
+    """The number of elements."""
+    return prod(shape)
+
+
+def roots_cost(shape: Shape) -> int:
+    """About the multiplications of a Shampoo step: a square for each dimension is computed, its root, and applied."""
+    return sum(2 * prod(shape) * size + size**3 for size in shape)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The tensors that an optimizer sees.
+
+    Attributes:
+        seen: the tensors of one parameter.
+        cost: of a step on one of these shapes.
+        check: raises UsageError for a param group and a dtype with which the optimizer would go wrong.
+        in_parts: whether only a part of its step needs whole matrices. [Note: Muon in parts]
+    """
+
+    seen: Callable[[ParamSpec], list[Seen]]
+    cost: Callable[[Shape], int]
+    check: Callable[[Mapping[str, Any], torch.dtype], None] = lambda group, dtype: None
+    in_parts: bool = False
+
+
+def _check_muon(group: Mapping[str, Any], dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise UsageError(f"its dtype is {dtype}, but torch's Muon steps on real matrices")
+    # Without nesterov the update is the momentum itself, which is not copied if it is in bfloat16 already.
+    if dtype == torch.bfloat16 and not group.get("nesterov", True):
+        raise UsageError(
+            "torch's Muon with nesterov=False divides the momentum of bfloat16 parameters by its norm, in place, at "
+            "every step. Use nesterov=True, or keep the parameters in float32 (MixedPrecision computes in bfloat16)"
+        )
+
+
+MATRICES = Adapter(_matrices, newton_schulz_cost)
+TENSORS = Adapter(_whole, elements_cost)
+ROOTS = Adapter(_whole, roots_cost)
+NAMED: Mapping[str, Adapter] = {"matrices": MATRICES, "tensors": TENSORS, "shampoo": ROOTS}
+ADAPTERS: Mapping[type[torch.optim.Optimizer], Adapter] = {
+    torch.optim.Muon: Adapter(_matrices, newton_schulz_cost, _check_muon, in_parts=True),
+    torch.optim.Adafactor: TENSORS,
+}

@@ -1,0 +1,488 @@
+"""Public function for optimizers that need whole matrices, to step on parameters of which each rank has a part.
+
+[Note: matrix steps] In a step of the optimizer one rank, the owner of a matrix, puts it together as far as this is
+needed. It is chosen by a plan ([Note: owners]) and gets its matrices in buckets ([Note: matrix exchange]). There is a
+way for any class ([Note: own steps]) and one for torch's Muon ([Note: Muon in parts]); both compute the numbers of one
+process. Programs see the same optimizer, over the same parameters, at all times; parameters of it that are in no unit
+are stepped on by each rank as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
+from ..base.hashing import hash63
+from ..comm.transport import Transport
+from ..flat.faces import FlatFace, adoptions
+from ..flat.flat_param import FlatParameter
+from ..guards.optimizer_hooks import is_at_work, steps_on_wholes
+from ..models import param_registry as registry
+from ..models.rest import models_of, quiesce
+from ..planning.owners import Matrix, OwnerPlan, parts_of
+from ..runtime.unit import Unit
+from ..state.optim.optimizer_clone import clone_over
+from .fused_steps import is_fused
+from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
+from .matrix_exchange import Entry, MatrixExchange, Slot, raise_failures
+from .matrix_states import to_owners, to_shards
+from .muon_steps import MuonSteps
+from .optimizer_in_backward import optimizers_of
+from .own_steps import OwnSteps, changed
+
+State = dict[str, Any]
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The parameters that an optimizer steps on, found from its param groups and the models.
+
+    Attributes:
+        facts: from which it was found.
+        exchanges: of matrices, by axis.
+        entries: the matrices of each parameter, by its id.
+        rest: the parameters that each rank steps on as they are, by param group.
+        units: the units of the matrices.
+        call: the name of a step for comparison over ranks, with a hash of all plans.
+    """
+
+    facts: tuple[Any, ...]
+    exchanges: tuple[MatrixExchange, ...]
+    entries: dict[int, list[Entry]]
+    rest: list[list[nn.Parameter]]
+    units: tuple[Unit, ...]
+    call: str
+
+
+class MatrixSteps:
+    """The steps of one optimizer on whole matrices; returned by `matrix_steps`, and constructed only there.
+
+    Attributes:
+        optimizer: the optimizer.
+
+    Args:
+        optimizer, cost, bucket_bytes: as for `matrix_steps`.
+        adapter: of the class of the optimizer.
+        owners: as for `matrix_steps`, by the ids of parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        adapter: Adapter,
+        owners: Mapping[int, int],
+        cost: Callable[[Shape], int],
+        bucket_bytes: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self._work = MuonSteps(optimizer) if adapter.in_parts else OwnSteps(optimizer)
+        self._adapter, self._asked, self._cost, self._bucket_bytes = adapter, dict(owners), cost, bucket_bytes
+        # By the id of the parameter and the number of the matrix: an owner keeps its matrices, since it has their
+        # states. Parameters of an optimizer live as long as it does.
+        self._owners: dict[tuple[int, int | None], int] = {}
+        self._steps: _Steps | None = None
+        self._stand_in: torch.optim.Optimizer | None = None
+        self._given: tuple[State, list[State]] = {}, []  # attributes and groups of the stand-in before its step
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._after_loading),
+        )
+        self._has_wholes = True  # whether there may be states of whole matrices, on any rank
+        steps_on_wholes[optimizer] = weakref.ref(self)
+
+    @property
+    def plans(self) -> tuple[OwnerPlan, ...]:
+        """The owners of all matrices, for each axis of ranks; empty before the first step."""
+        return tuple(exchange.plan for exchange in self._steps.exchanges) if self._steps is not None else ()
+
+    @property
+    def imbalance(self) -> float:
+        """The cost of the rank that computes longest in a step, as a multiple of the mean; 1 before the first step."""
+        return max((plan.imbalance for plan in self.plans), default=1.0)
+
+    def summary(self) -> str:
+        """The matrices, their owners' balance and what a step sends, in a sentence for each axis of ranks."""
+        lines = []
+        for exchange in self._steps.exchanges if self._steps is not None else ():
+            plan, member = exchange.plan, exchange.member
+            cut, (to_owners, back, copies) = sum(matrix.is_cut for matrix in plan.matrices), self._bytes_of(exchange)
+            ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
+            lines.append(
+                f"{len(plan.matrices)} matrices on {ranks}, {cut} of them cut, in {len(plan.buckets)} buckets: the "
+                f"longest step costs {plan.imbalance:.2f} of the mean; rank "
+                f"{exchange.transport.group.ranks[exchange.rank]} sends {to_owners:,} bytes to owners, {back:,} back "
+                + (f"and {copies:,} to other replicas, " if plan.replicas > 1 else "")
+                + f"in {plan.exchanges(member)} all-to-alls"
+            )
+        return "\n".join(lines) or "no step so far"
+
+    def _bytes_of(self, exchange: MatrixExchange) -> tuple[int, int, int]:
+        """The bytes that this rank sends in a step: to owners, back and to other replicas."""
+        plan, member = exchange.plan, exchange.member
+        size = max((self._work.dtype_of(entry.slot).itemsize for entry in exchange.entries), default=1)
+        to_owners = self._work.sent * size * plan.sent(member)
+        return to_owners, size * plan.returned(member), size * plan.copied(member)
+
+    def remove(self) -> None:
+        """Let the optimizer step on this rank's parts again.
+
+        Raises:
+            UsageError: it has states of whole matrices.
+        """
+        if any(has_state(self.optimizer, slot) for slot, _ in _managed(self.optimizer)):
+            raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
+        for hook in self._hooks:
+            hook.remove()
+        steps_on_wholes.pop(self.optimizer, None)
+
+    @torch.no_grad()
+    def to_shards(self) -> None:
+        """Divide the states of matrices among the shards, as for an element-wise optimizer; the next step brings them
+        to the owners again. Collective, unless they are in parts already. [Note: states of matrices]"""
+        if isinstance(self._work, OwnSteps) and self._has_wholes:
+            for exchange in self._found().exchanges:
+                to_shards(exchange, self.optimizer.state)
+        self._has_wholes = False
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        """A hook: states of distributed tensors are distributed tensors in a state dict."""
+        if any(slot.handle.face.is_distributed for slot, _ in _managed(optimizer)):
+            self.to_shards()
+
+    def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        """A hook: a state dict of this rank may have states of whole matrices."""
+        self._has_wholes = True
+
+    def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
+        """This rank's part of the state of `parameter` before its first step, as for an element-wise optimizer; None if
+        it has no matrices."""
+        entries = self._found().entries.get(id(parameter))
+        return None if entries is None else self._work.state_before_first_step(entries)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A pre-hook of `optimizer.step()`: steps on all matrices, and leaves the other parameters to a stand-in."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise UsageError(
+                "matrix_steps: step() was called with a closure, which would compute gradients after matrices were "
+                "exchanged. Run the backward before step()"
+            )
+        if is_at_work(optimizer):
+            raise UsageError("matrix_steps: this optimizer cannot step in backwards; call its step() after them")
+        steps, work = self._found(), self._work
+        with torch.no_grad(), ExitStack() as calls:
+            for model in models_of(steps.units):
+                calls.enter_context(model.agreement.collective_call(steps.call))
+            failed: list[Exception] = []
+            work.changes, work.of_groups = {}, [{} for _ in optimizer.param_groups]
+            self._has_wholes = True
+            for exchange in steps.exchanges:
+                present, in_parts = exchange.look(work)
+                if in_parts and isinstance(work, OwnSteps):
+                    to_owners(exchange, optimizer.state)
+                work.prepare([exchange.entries[i] for i in present])
+                failed += exchange.step(present, work)
+                written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
+                torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
+            raise_failures(steps.exchanges, failed)
+        made = self._stand_in = clone_over(optimizer, steps.rest)
+        self._given = dict(vars(made)), [dict(group) for group in made.param_groups]
+        return (made, *args[1:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A post-hook of `optimizer.step()`: takes over what steps changed for all parameters of a group."""
+        made, self._stand_in = self._stand_in, None
+        if made is None:
+            return
+        attributes, settings = self._given
+        optimizer.__dict__.update(self._work.changes | changed(vars(made), attributes))
+        of_groups = zip(optimizer.param_groups, made.param_groups, settings, self._work.of_groups, strict=True)
+        for group, used, given, new in of_groups:
+            group.update(new | changed(used, given))
+
+    # -- what is stepped on --------------------------------------------------------------------------------------------
+
+    def _found(self) -> _Steps:
+        """The present parameters of the optimizer; found again after changes of its param groups or of models."""
+        groups = self.optimizer.param_groups
+        facts = registry.generation, adoptions.count, [list(map(id, group["params"])) for group in groups]
+        if self._steps is None or self._steps.facts != facts:
+            self._steps = self._find(facts)
+        return self._steps
+
+    def _find(self, facts: tuple[Any, ...]) -> _Steps:
+        rest: list[list[nn.Parameter]] = [[*group["params"]] for group in self.optimizer.param_groups]
+        by_axis: dict[tuple[int, int], tuple[Transport, Transport | None, list[Entry]]] = {}
+        units: dict[Unit, None] = {}
+        taken: set[int] = set()
+        managed = [*_managed(self.optimizer)]
+        quiesce([*dict.fromkeys(unit for _, unit in managed)], shards=False)  # connects them, before a first forward
+        for slot, unit in managed:
+            units[unit] = None
+            taken.add(id(slot.parameter))
+            transports = unit.axes.transports_of(slot.handle)
+            parts, copies = transports.gather, transports.replicate
+            key = id(parts.group.process_group), id(copies and copies.group.process_group)
+            entries = by_axis.setdefault(key, (parts, copies, []))[2]
+            entries += entries_of(slot, self._adapter, self.optimizer.param_groups[slot.group])
+        exchanges = tuple(self._exchange(*each) for each in by_axis.values() if each[2])
+        words = "\n".join(line for exchange in exchanges for line in exchange.plan.facts())
+        count = sum(len(exchange.entries) for exchange in exchanges)
+        call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
+        rest = [[each for each in params if id(each) not in taken] for params in rest]
+        by_parameter: dict[int, list[Entry]] = {}
+        for entry in (each for exchange in exchanges for each in exchange.entries):
+            by_parameter.setdefault(id(entry.slot.parameter), []).append(entry)
+        return _Steps(facts, exchanges, by_parameter, rest, tuple(units), call)
+
+    def _exchange(self, transport: Transport, copies: Transport | None, entries: list[Entry]) -> MatrixExchange:
+        matrices: list[Matrix] = []
+        kinds: dict[torch.dtype, int] = {}
+        for entry in entries:
+            slot, seen = entry
+            key = id(slot.parameter), seen.expert
+            asked = self._owners.get(key, self._asked.get(key[0]))
+            kind = kinds.setdefault(self._work.dtype_of(slot), len(kinds))
+            parts = parts_of(slot.handle.layout, slot.index, seen.span)
+            name = slot.name if seen.expert is None else f"matrix {seen.expert} of {slot.name}"
+            matrices.append(Matrix(name, seen.shape, parts, int(self._cost(entry.shape)), asked, kind))
+        size = max(dtype.itemsize for dtype in kinds)
+        shared = copies if self._work.in_parts and copies is not None and copies.group.size > 1 else None
+        world, replicas = transport.group.size, shared.group.size if shared is not None else 1
+        plan = OwnerPlan.of(matrices, world=world, replicas=replicas, bucket=max(1, self._bucket_bytes // size))
+        for (slot, seen), owner in zip(entries, plan.owners, strict=True):
+            self._owners[id(slot.parameter), seen.expert] = owner
+        axes = [axis for axis in (transport, copies) if axis is not None and axis.group.size > 1]
+        return MatrixExchange(transport, shared, axes, plan, entries)
+
+
+def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[Entry]:
+    """The matrices of one parameter, none if it has no elements: a step on a matrix without elements divides by zero in
+    some optimizers, and does nothing otherwise.
+
+    Raises:
+        UsageError: the optimizer cannot step on them.
+    """
+    spec = slot.spec
+    if not spec.numel:
+        return []
+    if spec.part is not None and not (adapter.in_parts and len(spec.shape) == 2):
+        raise UsageError(
+            f"matrix_steps: {slot.name} is a part of a tensor that tensor parallelism has split, of shape "
+            f"{tuple(spec.part.shape)}. Only torch's Muon steps on parts, of matrices. Give it to an element-wise "
+            "optimizer"
+        )
+    try:
+        adapter.check(group, slot.parameter.dtype)
+        return [Entry(slot, seen) for seen in adapter.seen(spec)]
+    except UsageError as error:
+        raise UsageError(f"matrix_steps: {slot.name}: {error}") from None
+
+
+def _managed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Unit]]:
+    """The parameters of units that `optimizer` holds, in the order of its param groups, which is that of all ranks.
+
+    Raises:
+        UsageError: one of them is no matrix, or is a part of one, in a way that is not supported.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            unit = registry.owner_of(parameter)
+            if isinstance(parameter, FlatParameter):
+                raise UsageError(
+                    f"matrix_steps: param group {number} of the optimizer holds a flat parameter, in which there are "
+                    f"no matrices: {FlatFace.words.remedy}"
+                )
+            if unit is None:
+                continue
+            places = [
+                (kind, index)
+                for kind, handle in enumerate(unit.handles)
+                for index, holder in enumerate(handle.face.holders)
+                if holder is parameter
+            ]
+            if not places:
+                raise UsageError(
+                    f"matrix_steps: param group {number} of the optimizer holds a parameter of unit {unit.label} that "
+                    "is no shard. Build the optimizer from model.parameters() between iterations"
+                )
+            kind, index = places[0]
+            spec = unit.handles[kind].layout.params[index]
+            slot = Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}")
+            _check_place(slot)
+            yield slot, unit
+
+
+def _check_place(slot: Slot) -> None:
+    handle, leaf = slot.handle, slot.handle.leaves[slot.index]
+    if slot.spec.part is None and any(each.leaf is leaf for each in slot.unit.views[slot.kind].extended):
+        raise UsageError(
+            f"matrix_steps: {slot.name} is stored in another form than modules see it (gather hooks, quantized "
+            "parameters): its shards do not make the matrix. Give it to an element-wise optimizer"
+        )
+    local = handle.face.local_of(slot.parameter)
+    if handle.face.is_distributed and type(local) is not torch.Tensor:
+        raise UsageError(f"matrix_steps: the rows of {slot.name} are a {type(local).__name__}, not a plain tensor")
+    here = local.device
+    if here.type != handle.device.type:
+        raise UsageError(
+            f"matrix_steps: {slot.name} is on {here}, but its unit communicates on {handle.device}. Matrices cannot be "
+            "exchanged with CPUOffload(offload_params=True)"
+        )
+
+
+def has_state(optimizer: torch.optim.Optimizer, slot: Slot) -> bool:
+    """Whether this rank has optimizer state of the parameter."""
+    return bool(optimizer.state.get(slot.parameter))
+
+
+def matrix_steps(
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+    params: Iterable[Any] | None = None,
+    *,
+    sees: str | None = None,
+    owners: Mapping[nn.Parameter, int] | None = None,
+    cost: Callable[[tuple[int, ...]], int] | None = None,
+    bucket_bytes: int = 64 * MEBIBYTE,
+) -> MatrixSteps:
+    """Let an optimizer that needs whole matrices (Muon, Adafactor, Shampoo) step on sharded parameters.
+
+    For `use_orig_params=True` and `fully_shard`. In `optimizer.step()`, each matrix that shards have parts of is put
+    together on one rank, its owner, which computes on the whole of it, with the numbers that one process would compute
+    from the same gradients, bit for bit. Owners are balanced by cost, and keep their matrices.
+
+    - *torch's Muon*: the momentum stays with the shards, like the state of AdamW; owners get it in bfloat16, which is
+      what Muon orthogonalizes, and send the update back: 4 bytes for each element of a matrix that is cut.
+    - *Others*: owners get gradient and parameter, run the optimizer's own step, send the parameter back, and keep the
+      optimizer state, which only they have between steps: 3 times the bytes of the parameter.
+
+    The optimizer is the same object over the same parameters: schedulers, clipping, hooks and gradient scalers work as
+    before. Every rank must call its `step()`, which is collective: two small exchanges, and two all-to-alls for each
+    bucket of matrices. If a matrix has a gradient on some of its ranks and none on others, or a step fails on an owner,
+    all ranks raise.
+
+    - *Replicas* (HYBRID_SHARD, NO_SHARD): with torch's Muon one owner computes for all replicas, and owners are among
+      all ranks; with others each replica computes all matrices.
+    - *State dicts*: `FullyShardedDataParallel.optim_state_dict` and checkpoints have states by name, for any number of
+      ranks. States of other shapes than their matrix (Adafactor's rows and columns) are copied to all ranks for that.
+      `optimizer.state_dict()` has this rank's part, of torch's Muon; or its matrices, with whole shapes. Under
+      `fully_shard` it is collective, and has distributed tensors, which torch.distributed.checkpoint saves.
+    - *Tensor parallelism*: a matrix that it splits is one matrix for torch's Muon, and each of its ranks computes it.
+    - *Refused*, in words: flat parameters (`use_orig_params=False`), other parts of tensor parallelism, parameters
+      offloaded to the CPU, gradients of another dtype than the parameter, `optimizer_in_backward`, closures.
+
+    Args:
+        optimizer: over parameters of models that were wrapped before; or, for a class that refuses to be built on parts
+            of matrices as Muon does, a function that builds it from `params`, like `functools.partial(Muon, lr=0.02)`.
+            It is called with a matrix in place of each parameter, and the result holds the parameters themselves.
+        params: the parameters, or param groups, for that function.
+        sees: what the optimizer has to see completely: `"matrices"`, one for each expert of tensors with three
+            dimensions; `"tensors"`, whole ones of any shape; or `"shampoo"`, the same with the costs of its roots. By
+            default what is known of torch's Muon and Adafactor.
+        owners: owners of some parameters, as ranks of the shard group; the others are balanced. If replicas share the
+            work, rank `r` of replica `n` is `n * (ranks of the shard group) + r`.
+        cost: of a step on a matrix, from its shape, by which owners are balanced; by default that of the optimizer.
+        bucket_bytes: bytes of a bucket's matrices, over all ranks.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument of another type; an owner that is no rank, at the first step.
+        UsageError: an optimizer of another class, without `sees`; parameters that cannot be exchanged; steps that are
+            fused, or taken in backwards; state from before.
+
+    Example (in a process group of one rank):
+        >>> import functools, torch, flatfsdp
+        >>> model = flatfsdp.FullyShardedDataParallel(torch.nn.Linear(4, 4, bias=False), use_orig_params=True)
+        >>> steps = flatfsdp.matrix_steps(functools.partial(torch.optim.Muon, lr=0.1), model.parameters())
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> steps.optimizer.step()
+        >>> steps.optimizer.state[model.weight]["momentum_buffer"].shape
+        torch.Size([4, 4])
+    """
+    name = "matrix_steps"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer) or params is None:
+            refuse_type(
+                f"{name}: optimizer",
+                optimizer,
+                "an optimizer of torch.optim, or a class derived from it; or a function that makes one, with params=",
+            )
+        optimizer = _built(optimizer, params)
+    elif params is not None:
+        raise ConfigValueError(f"{name}: params= is for a function that builds the optimizer, which holds its own")
+    if sees is not None and sees not in NAMED:
+        refuse_value(f"{name}: sees", sees, ", ".join(map(repr, NAMED)))
+    cls = type(optimizer)
+    adapter = ADAPTERS.get(cls) if sees is None else NAMED[sees]
+    if adapter is None:
+        raise UsageError(
+            f"{name}(): it is not known what {cls.__module__}.{cls.__qualname__} has to see completely; known are "
+            f"{', '.join(each.__name__ for each in ADAPTERS)}. Pass sees='matrices' if it steps on each matrix by "
+            "itself (as Muon), sees='tensors' if on each parameter; an element-wise optimizer needs no matrices"
+        )
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        refuse_value(f"{name}: bucket_bytes", bucket_bytes, "an int of at least 1")
+    _check_alone(optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    asked = {id(parameter): rank for parameter, rank in (owners or {}).items()}
+    if strangers := asked.keys() - set(map(id, held)):
+        raise ConfigValueError(f"{name}: owners= has {len(strangers)} parameters that the optimizer does not hold")
+    for slot, _ in _managed(optimizer):
+        entries_of(slot, adapter, optimizer.param_groups[slot.group])
+        if has_state(optimizer, slot) and not adapter.in_parts:
+            raise UsageError(
+                f"{name}(): the optimizer has state of {slot.name} already, which would be that of a part of it. Call "
+                f"{name}() before the first step, and load states afterwards"
+            )
+    return MatrixSteps(optimizer, adapter, asked, cost or adapter.cost, bucket_bytes)
+
+
+def _check_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if something else steps for `optimizer`."""
+    name = type(optimizer).__name__
+    if not {"state", "param_groups"} <= vars(optimizer).keys():
+        raise UsageError(f"matrix_steps(): this {name} has no state of its own; pass the optimizer that it contains")
+    if optimizer in steps_on_wholes:
+        raise UsageError(f"matrix_steps(): this {name} steps on whole matrices already")
+    if is_fused(optimizer):
+        raise UsageError(f"matrix_steps(): steps of this {name} are fused; call remove() of its FusedSteps first")
+    if any(optimizer is each.optimizer for model in registry.models for each in optimizers_of(model).all):
+        raise UsageError(
+            f"matrix_steps(): this {name} steps in backwards, unit by unit; matrices are exchanged by all ranks "
+            "together. Call remove() of its OptimizerInBackward first"
+        )
+
+
+def _built(make: Callable[[Any], torch.optim.Optimizer], params: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer that `make` builds, over `params` in spite of their shapes: it is built on matrices of one element,
+    which are then replaced."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    real: list[list[nn.Parameter]] = []
+    shown: list[dict[str, Any]] = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        real.append([each[1] if isinstance(each, tuple) else each for each in members])  # may be named
+        shown.append({**group, "params": [_matrix_like(each) for each in members]})
+    optimizer = make(shown)
+    for group, members in zip(optimizer.param_groups, real, strict=True):
+        group["params"] = members
+    return optimizer
+
+
+def _matrix_like(member: Any) -> Any:
+    if isinstance(member, tuple):
+        return member[0], _matrix_like(member[1])
+    shown = torch.zeros((1, 1), dtype=member.dtype, device=member.device)
+    return nn.Parameter(shown, requires_grad=member.requires_grad)

@@ -1,0 +1,292 @@
+"""The ranks that step on whole matrices of which several ranks have parts, and what ranks send each other for it.
+
+[Note: owners] Each matrix has one *owner*, the same at every step, since its optimizer state stays there. A matrix that
+no shard boundary cuts is stepped on where it lies. The others are given out by their cost, the longest first, each to
+the rank that has least to compute so far, and among equal ones to that which has most of the matrix already. Replicas
+can share the work: an owner in one of them computes for all, if computing costs more than sending the result. Matrices
+are exchanged in *buckets*, so that one bucket is sent while another is computed. Every bucket has about equally many
+elements for each owner, so that all ranks compute. Everything here is a function of layouts and costs, which are equal
+on all ranks, in integers only: no rank needs to know from another what that sends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ...errors import ConfigValueError, InternalError
+from ..layout.layout import FlatLayout, Span
+
+NOTHING = Span(0, 0)
+Piece = tuple[int, Span]  # the index of a matrix, and elements of it
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements of a matrix that one rank has.
+
+    Attributes:
+        rank: their rank.
+        span: the elements, in the matrix.
+    """
+
+    rank: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor that an optimizer has to see completely.
+
+    Attributes:
+        name: for messages.
+        shape: its shape.
+        parts: in rank order, without empty ones; together they are the matrix.
+        cost: of a step on it, in any unit.
+        asked: the rank that a user has chosen as its owner; or the one that has its state already.
+        kind: matrices of one kind can be exchanged together: a number for their dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    cost: int
+    asked: int | None = None
+    kind: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks have parts of it."""
+        return len(self.parts) > 1
+
+    def span_of(self, rank: int) -> Span:
+        """The elements that `rank` has; `[0, 0)` if it has none."""
+        return self._spans.get(rank, NOTHING)
+
+    @cached_property
+    def _spans(self) -> dict[int, Span]:
+        return {part.rank: part.span for part in self.parts}
+
+
+def parts_of(layout: FlatLayout, index: int, within: Span) -> tuple[Part, ...]:
+    """The parts that ranks have of the elements `within` the parameter `index`, counted from the first of these."""
+    start = layout.spans[index].start
+    segment = next(each for each in layout.segments if each.members.start <= index < each.members.stop)
+    piece = segment.span.numel // layout.world
+    if not piece or within.is_empty:
+        return ()
+    first = (start + within.start - segment.span.start) // piece
+    last = (start + within.stop - 1 - segment.span.start) // piece
+    found = []
+    for rank in range(first, last + 1):
+        own = within.intersect(layout.span_in_param(index, rank))
+        if not own.is_empty:
+            found.append(Part(rank, own.shift(-within.start)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class OwnerPlan:
+    """The owner of each matrix, and the order in which matrices are exchanged.
+
+    Where parts are replicated, one owner computes for all replicas. A *member* is a rank of one of them, as a number:
+    `replica * world + rank`.
+
+    Attributes:
+        world: the number of ranks that have different parts.
+        replicas: the number of copies of each part.
+        matrices: those that the optimizer steps on.
+        owners: for each the member that owns it.
+        buckets: the matrices of each bucket, as indices, in the order of `matrices`; all of one kind.
+
+    Example:
+        >>> halves = (Part(0, Span(0, 4)), Part(1, Span(4, 8)))
+        >>> matrices = [Matrix("a", (2, 4), halves, cost=8), Matrix("b", (4, 2), halves, cost=8)]
+        >>> plan = OwnerPlan.of(matrices, world=2, bucket=8)
+        >>> plan.owners, plan.buckets, plan.sent(0), plan.returned(0), plan.imbalance
+        ((0, 1), ((0, 1),), 4, 4, 1.0)
+    """
+
+    world: int
+    replicas: int
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]
+    buckets: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix], *, world: int, bucket: int, replicas: int = 1) -> OwnerPlan:
+        """The plan for `matrices`; `bucket`: the elements of a bucket, about.
+
+        Raises:
+            ConfigValueError: an owner that was asked for is no member.
+        """
+        matrices = tuple(matrices)
+        owners = _balanced(matrices, world, replicas)
+        share = max(1, bucket // (world * replicas))
+        return cls(world, replicas, matrices, owners, _in_buckets(matrices, owners, share))
+
+    def __post_init__(self) -> None:
+        """Verify that the parts of each matrix cover it, and that every matrix is in one bucket."""
+        for matrix in self.matrices:
+            end = 0
+            for part in matrix.parts:
+                if part.span.start != end or not 0 <= part.rank < self.world:
+                    raise InternalError(f"the parts {matrix.parts} of {matrix.name!r} are no partition of it")
+                end = part.span.stop
+            if end != matrix.numel:
+                raise InternalError(f"the parts of {matrix.name!r} have {end} of its {matrix.numel} elements")
+        if sorted(index for bucket in self.buckets for index in bucket) != [*range(len(self.matrices))]:
+            raise InternalError(f"the buckets {self.buckets} do not hold {len(self.matrices)} matrices once each")
+
+    # -- what ranks send -----------------------------------------------------------------------------------------------
+
+    def outgoing(self, bucket: Iterable[int], member: int) -> list[list[Piece]]:
+        """For each owner in its replica the parts of matrices in `bucket` that `member` sends to it, in this order;
+        they come back in the same one."""
+        found: list[list[Piece]] = [[] for _ in range(self.world)]
+        for index in bucket:
+            span, owner = self.matrices[index].span_of(member % self.world), self.owners[index]
+            if self.in_one_replica(owner, member) and owner != member and not span.is_empty:
+                found[owner % self.world].append((index, span))
+        return found
+
+    def incoming(self, bucket: Iterable[int], owner: int) -> list[list[Piece]]:
+        """For each rank the parts of matrices in `bucket` that it sends to `owner`: its `outgoing` ones to it."""
+        found: list[list[Piece]] = [[] for _ in range(self.world)]
+        for index in bucket:
+            for part in self.matrices[index].parts if self.owners[index] == owner else ():
+                if part.rank != owner % self.world:
+                    found[part.rank].append((index, part.span))
+        return found
+
+    def copies(self, bucket: Iterable[int], rank: int) -> list[list[Piece]]:
+        """For each replica the parts that `rank` has of matrices in `bucket` with an owner there, which the other
+        replicas get from it; no parts if there is one replica."""
+        found: list[list[Piece]] = [[] for _ in range(self.replicas)]
+        for index in bucket if self.replicas > 1 else ():
+            span = self.matrices[index].span_of(rank)
+            if not span.is_empty:
+                found[self.owners[index] // self.world].append((index, span))
+        return found
+
+    def in_one_replica(self, one: int, other: int) -> bool:
+        """Whether two members are ranks of the same replica."""
+        return one // self.world == other // self.world
+
+    def is_exchanged(self, bucket: Iterable[int], member: int) -> bool:
+        """Whether any rank in the replica of `member` sends anything for the matrices of `bucket`: the same answer on
+        all of them."""
+        return any(
+            part.rank != self.owners[index] % self.world
+            for index in bucket
+            if self.in_one_replica(self.owners[index], member)
+            for part in self.matrices[index].parts
+        )
+
+    def sent(self, member: int) -> int:
+        """The elements of matrices that `member` sends to owners in a step: its parts of matrices that other ranks of
+        its replica own. As many updated ones come back."""
+        return _elements(self.outgoing(range(len(self.matrices)), member))
+
+    def returned(self, member: int) -> int:
+        """The elements that `member` sends back in a step: all of its matrices but its own parts. As many come to it
+        before."""
+        return _elements(self.incoming(range(len(self.matrices)), member))
+
+    def copied(self, member: int) -> int:
+        """The updated elements that `member` sends to other replicas in a step: its parts of matrices that its own
+        replica owns, to each of them."""
+        held = self.copies(range(len(self.matrices)), member % self.world)[member // self.world]
+        return _elements([held]) * (self.replicas - 1)
+
+    def exchanges(self, member: int) -> int:
+        """The collectives of a step in which `member` takes part: for each bucket one to the owners and one back if
+        anything is cut, and one among replicas."""
+        between = sum(self.is_exchanged(bucket, member) for bucket in self.buckets)
+        return 2 * between + sum(any(self.copies(bucket, member % self.world)) for bucket in self.buckets)
+
+    # -- balance -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """For each member the cost of its matrices."""
+        loads = [0] * (self.world * self.replicas)
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            loads[owner] += matrix.cost
+        return tuple(loads)
+
+    @property
+    def imbalance(self) -> float:
+        """The cost of the rank that computes longest, as a multiple of the mean: 1 if all compute equally long."""
+        total = sum(self.loads)
+        return max(self.loads) * len(self.loads) / total if total else 1.0
+
+    def facts(self) -> Iterator[str]:
+        """Everything that has to be equal on all ranks, in words."""
+        yield f"world {self.world} replicas {self.replicas} buckets {self.buckets}"
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            parts = " ".join(f"{part.rank}:{part.span}" for part in matrix.parts)
+            yield f"{matrix.name!r} {matrix.shape} {matrix.kind} {owner} {parts}"
+
+
+def _elements(of_ranks: Iterable[Iterable[Piece]]) -> int:
+    return sum(span.numel for pieces in of_ranks for _, span in pieces)
+
+
+def _balanced(matrices: Sequence[Matrix], world: int, replicas: int) -> tuple[int, ...]:
+    owners = [-1] * len(matrices)
+    loads = [0] * (world * replicas)
+    free = []
+    for index, matrix in enumerate(matrices):
+        if matrix.asked is not None and not 0 <= matrix.asked < len(loads):
+            raise ConfigValueError(
+                f"owners: expected a rank from 0 to {len(loads) - 1} for {matrix.name!r}, found {matrix.asked}"
+            )
+        if matrix.asked is None:
+            free.append(index)
+        else:
+            owners[index] = matrix.asked
+            loads[matrix.asked] += matrix.cost
+    if replicas == 1:  # where a matrix lies, it is stepped on without traffic: a given load, before others are balanced
+        for index in free:
+            if not matrices[index].is_cut:
+                owners[index] = matrices[index].parts[0].rank
+                loads[owners[index]] += matrices[index].cost
+        free = [index for index in free if matrices[index].is_cut]
+    idle = [(load, member) for member, load in enumerate(loads)]
+    heapq.heapify(idle)
+    for index in sorted(free, key=lambda index: (-matrices[index].cost, index)):
+        while loads[idle[0][1]] != idle[0][0]:  # it was given a matrix since
+            heapq.heappop(idle)
+        matrix, (least, owner) = matrices[index], idle[0]
+        having = {replica * world + part.rank: part.span.numel for part in matrix.parts for replica in range(replicas)}
+        if not matrix.is_cut:
+            owner = min(having, key=lambda member: (loads[member], member))
+        elif able := [member for member in having if loads[member] == least]:
+            owner = max(able, key=lambda member: (having[member], -member))
+        owners[index] = owner
+        loads[owner] += matrix.cost
+        heapq.heappush(idle, (loads[owner], owner))
+    return tuple(owners)
+
+
+def _in_buckets(matrices: Sequence[Matrix], owners: Sequence[int], share: int) -> tuple[tuple[int, ...], ...]:
+    """`share`: the elements of each owner in one bucket, about. Large matrices are in the first ones: the last bucket,
+    with which nothing overlaps, is a small one."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    given: dict[tuple[int, int], int] = defaultdict(int)  # elements, by owner and kind
+    for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].numel, index)):
+        matrix = matrices[index]
+        key = owners[index], matrix.kind
+        found[given[key] // share, matrix.kind].append(index)
+        given[key] += matrix.numel
+    return tuple(tuple(sorted(found[key])) for key in sorted(found))

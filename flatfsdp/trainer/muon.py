@@ -1,0 +1,98 @@
+"""The optimizer `"muon"`: torch's Muon for matrices, and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import flatfsdp
+from flatfsdp.errors import ConfigValueError
+
+DEFAULTS: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for everything else: vectors, embeddings, and matrices of the shape of an
+    embedding's weight, which are output heads.
+
+    Updates of both are of about one size with `adjust_lr_fn="match_rms_adamw"`, the default here, so that they share a
+    learning rate and a weight decay. Its param groups are those of Muon, then those of AdamW; its state has that of all
+    parameters. Matrices are stepped on as wholes, by `flatfsdp.matrix_steps`.
+
+    Attributes:
+        matrix_steps: the steps of Muon; None without matrices. State dicts read it.
+
+    Args:
+        model: the sharded model.
+        groups: param groups of its parameters, with settings that both optimizers have.
+        lr, weight_decay: of both, where groups have none.
+        only_muon: further arguments of Muon.
+
+    Raises:
+        ConfigValueError: flat parameters.
+        UsageError: a parameter of which matrices cannot be put together; see `flatfsdp.matrix_steps`.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], *, lr: float, weight_decay: float, **only_muon: Any
+    ) -> None:
+        if any(isinstance(each, flatfsdp.FlatParameter) for group in groups for each in group["params"]):
+            raise ConfigValueError(
+                "optimizer: muon steps on matrices, but the model has flat parameters. Set use_orig_params=True"
+            )
+        chosen = {id(each) for each in matrices_of(model)}
+        split = [
+            [{**group, "params": [p for p in group["params"] if (id(p) in chosen) is of_muon]} for group in groups]
+            for of_muon in (True, False)
+        ]
+        of_muon, others = ([group for group in each if group["params"]] for each in split)
+        common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        self._inner: list[tuple[torch.optim.Optimizer, int]] = []
+        self.matrix_steps: flatfsdp.MatrixSteps | None = None
+        if of_muon:
+            self.matrix_steps = flatfsdp.matrix_steps(
+                partial(torch.optim.Muon, **common, **DEFAULTS | only_muon), of_muon
+            )
+            self._inner.append((self.matrix_steps.optimizer, len(of_muon)))
+        if others:
+            adamw = torch.optim.AdamW(others, **common)
+            flatfsdp.fuse_optimizer_steps(adamw)
+            self._inner.append((adamw, len(others)))
+        super().__init__([group for inner, _ in self._inner for group in inner.param_groups], common)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of both optimizers. Collective, if there are matrices."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        first = 0
+        for inner, count in self._inner:
+            # Loading a state dict, or a user, may have put others in their place.
+            inner.state, inner.param_groups = self.state, self.param_groups[first : first + count]
+            inner.step()
+            first += count
+        return loss
+
+
+def matrices_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that Muon steps on: of two dimensions, or of three (a matrix for each expert), unless
+    they are an embedding's, or of the shape of one."""
+    shapes = flatfsdp.unsharded_shapes(model)
+    tables = {
+        tuple(shapes[name])
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        for name in (f"{path}.weight" if path else "weight",)
+        if name in shapes
+    }
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and len(shapes[name]) in (2, 3) and tuple(shapes[name]) not in tables
+    ]
