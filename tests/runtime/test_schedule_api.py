@@ -15,6 +15,7 @@ from flatfsdp.errors import AgreementError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.conftest import Run
 from tests.harness.corners import (
+    HYBRID,
     HYBRID_HALVES,
     PAIRS,
     Net,
@@ -27,6 +28,7 @@ from tests.harness.corners import (
     seeded,
 )
 from tests.harness.models import Feedforward
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -96,7 +98,7 @@ def partial_sums(rank: int, world: int, of: str, under: tuple[Setting, ...]) -> 
 
 @pytest.mark.parametrize(("number", "of"), list(enumerate(["pps", "nps", "pns", "sps"])))
 def test_partial_sums_of_hybrids(number: int, of: str, pool4: Run) -> None:
-    assert not joined(pool4(partial_sums, of, HYBRID_HALVES[number % 2]))
+    assert not joined(pool4(partial_sums, of, some(HYBRID, 4, number)))
 
 
 def test_partial_sums_of_one_axis(pool2: Run) -> None:
