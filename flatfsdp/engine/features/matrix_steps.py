@@ -111,18 +111,22 @@ class MatrixSteps:
         return max((plan.imbalance for plan in self.plans), default=1.0)
 
     def summary(self) -> str:
-        """The matrices, their owners' balance and what a step sends, in a sentence for each axis of ranks."""
+        """The matrices, their owners' balance and the traffic of a step, in two lines for each axis of ranks."""
         lines = []
         for exchange in self._steps.exchanges if self._steps is not None else ():
             plan, member = exchange.plan, exchange.member
             cut, (to_owners, back, copies) = sum(matrix.is_cut for matrix in plan.matrices), self._bytes_of(exchange)
             ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
+            count = len(plan.buckets)
             lines.append(
-                f"{len(plan.matrices)} matrices on {ranks}, {cut} of them cut, in {len(plan.buckets)} buckets: the "
-                f"longest step costs {plan.imbalance:.2f} of the mean; rank "
-                f"{exchange.transport.group.ranks[exchange.rank]} sends {to_owners:,} bytes to owners, {back:,} back "
-                + (f"and {copies:,} to other replicas, " if plan.replicas > 1 else "")
-                + f"in {plan.exchanges(member)} all-to-alls"
+                f"{len(plan.matrices)} matrices on {ranks}, {cut} of them cut, in {count} bucket{'s' * (count != 1)}: "
+                f"the longest step costs {plan.imbalance:.2f} of the mean"
+            )
+            lines.append(
+                f"rank {exchange.transport.group.ranks[exchange.rank]} sends {to_owners:,} bytes to owners, "
+                f"{back:,} back"
+                + (f" and {copies:,} to other replicas" if plan.replicas > 1 else "")
+                + f", in {plan.exchanges(member)} all-to-alls"
             )
         return "\n".join(lines) or "no step so far"
 
