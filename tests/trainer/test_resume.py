@@ -62,27 +62,30 @@ def kept(runs: Iterable[list[tuple[int, list[int]]]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], dict[int, float]]:
-    """Samples and losses of an uninterrupted run on two ranks, without dropout."""
+    """Samples and losses of an uninterrupted run of one process, without dropout."""
     output = tmp_path_factory.mktemp("whole")
-    done = start(output, 2, 0.0)
+    done = start(output, 1, 0.0)
     assert done.returncode == 0, done.stderr
     return kept([seen(output)]), losses(output)
-
-
-def test_the_whole_run_sees_each_sample_once_an_epoch(whole: tuple[list[list[int]], dict[int, float]]) -> None:
-    ids, found = whole
-    assert [len(step) for step in ids] == [GLOBAL_BATCH] * (STEPS - 1) + [SAMPLES * EPOCHS - GLOBAL_BATCH * (STEPS - 1)]
-    assert sorted(each for step in ids for each in step) == sorted([*range(SAMPLES)] * EPOCHS)
-    assert found[STEPS] < found[1]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], dict[int, float]]:
-    """The same with dropout."""
+    """The same on two ranks, with dropout."""
     output = tmp_path_factory.mktemp("undisturbed")
     done = start(output, 2, 0.2)
     assert done.returncode == 0, done.stderr
     return kept([seen(output)]), losses(output)
+
+
+def test_the_whole_run_sees_each_sample_once_an_epoch(
+    whole: tuple[list[list[int]], dict[int, float]], undisturbed: tuple[list[list[int]], dict[int, float]]
+) -> None:
+    ids, found = whole
+    assert [len(step) for step in ids] == [GLOBAL_BATCH] * (STEPS - 1) + [SAMPLES * EPOCHS - GLOBAL_BATCH * (STEPS - 1)]
+    assert sorted(each for step in ids for each in step) == sorted([*range(SAMPLES)] * EPOCHS)
+    assert undisturbed[0] == ids
+    assert found[STEPS] < found[1]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"] if is_thorough() else ["SIGTERM"])
