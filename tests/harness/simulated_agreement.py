@@ -182,7 +182,6 @@ class SimulatedAgreement(Agreement):
         self.trace, peers = Trace(), self.peers
         self._job = job
         peers.rank, peers.ranks, peers.scope = rank, tuple(range(job.world)), SCOPE
-        self.scope = SCOPE
         watch: Any = SimpleNamespace(
             store=job.store, add=lambda *_: None, follow=lambda *_: None, waiting=lambda *_, **__: nullcontext()
         )

@@ -29,7 +29,7 @@ from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from flatfsdp.errors import AgreementError
-from tests.harness.simulated_agreement import SCOPE, JobNotes, SimulatedAgreement
+from tests.harness.simulated_agreement import JobNotes, SimulatedAgreement
 from tests.harness.simulated_waits import GATHERS, REDUCTIONS, Play, Problem, Stream, on_device, on_host
 
 PARAMETERS = 2  # per unit
@@ -986,7 +986,7 @@ class SimulatedRank:
             self.unsharded.update(dict.fromkeys(sharded, self._trace.issue(GATHERS, *sharded)))
             if self.has_backward:
                 self.gathered += sharded
-                self.agreement.issued.gathered += [(SCOPE, number) for number in self._numbers(sharded)]
+                self.agreement.issued.gathered += self._numbers(sharded)
 
     def _wait(self, unit: str) -> None:
         if unit not in self.unsharded:
@@ -1025,7 +1025,7 @@ class SimulatedRank:
             self._trace.append("await", (REDUCTIONS, self._in_flight.pop(0)))
         self._in_flight.append(self._trace.issue(REDUCTIONS, *units))
         self.reduced += units
-        self.agreement.issued.reduced += [(SCOPE, number) for number in self._numbers(units)]
+        self.agreement.issued.reduced += self._numbers(units)
 
     def _may_come_from_checkpoints(self) -> bool:
         """Whether gradients flow on to a reentrant checkpoint, of which nothing is known before."""

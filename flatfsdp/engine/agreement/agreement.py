@@ -18,7 +18,7 @@ from . import ops
 from .divergence import ModelNames
 from .model_check import InitialValues, exchange_facts, refuse_differences
 from .once_per_job import warn_once_per_job
-from .op_sequence import OpSequence
+from .op_sequence import A_BACKWARD, A_FORWARD_AGAIN, THE_FORWARD, OpSequence
 from .ops import ENDED, EVALUATION, PLANS, TRAINING, UNFORESEEN, Op, StepConditions, autocast_on
 from .rank_exchange import RankExchange
 from .turns import GroupMember, Position
@@ -44,7 +44,7 @@ class Agreement(Peers):
         self.unused = sequence.unused
         self.rest, self.refuse, self.explain = sequence.rest, sequence.refuse, sequence.explain  # type: ignore[method-assign]
         self.initial_values = InitialValues(check_values)
-        self.member = GroupMember(self.sequence)
+        self.member = GroupMember(self.sequence, self.issued)
         self._sharded = False
         self._names = ModelNames()
         self._entered: list[Op] = []  # by unit
@@ -79,7 +79,7 @@ class Agreement(Peers):
         self.sequence.follow(comm_stats, events)
         self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, units))
         self._entered = [ops.entered(index, unit) for index, unit in enumerate(units)]
-        self._forwards = [f"the forward of unit {unit.label}" for unit in units]
+        self._forwards = [f"{THE_FORWARD} {unit.label}" for unit in units]
 
     def compare(self, facts: Callable[[], Sequence[Fact]], values: Callable[[], Checksums] | None) -> None:
         """Compare the models of all ranks by `facts`, and their initial `values` by checksums, if these are needed now.
@@ -93,12 +93,11 @@ class Agreement(Peers):
             return
         own = self.initial_values.take(values) if values is not None else []
         described = facts()
-        position = self.member.come([axis.group for axis in peers.axes])
+        position = self.member.come([axis.group for axis in peers.axes], [unit.label for unit in self._names.units])
         answers = exchange_facts(peers, described, extra=hash63(str(own)) if own else 0, position=position)
         if answers is None:
             return
         peers.know(list(answers))
-        self.scope = peers.scope
         self.sequence.connect()
         refuse_differences(peers, described, answers)
         self.member.begin(peers, {rank: Position(*numbers) for rank, (_, _, *numbers) in answers.items()})
@@ -191,7 +190,7 @@ class Agreement(Peers):
         self.rest()
         if self.peers.axes and self._sharded and not self.forwards_are_local:
             self.sequence.busy = True
-            self.sequence.start("a forward, after a backward inside of it")
+            self.sequence.start(A_FORWARD_AGAIN)
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
@@ -212,11 +211,9 @@ class Agreement(Peers):
             op = self._backwards[plan, begun_with] = ops.backward(describe(), self._names.units, begun_with)
         self.sequence.busy = True
         self.sequence.meet_abandoned()
-        self.sequence.start("a backward")
+        self.sequence.start(A_BACKWARD)
         if self.member.turns:
             self.member.take("began a backward")
-            if not self.issued.carried:  # else the end of the window compares what began before there were others
-                self.issued = self.member.issued
         try:
             self.unused.begin(self.sequence.position)
         except RuntimeError as error:
@@ -230,7 +227,10 @@ class Agreement(Peers):
         each parameter of which this rank has no gradient; returns those of which no rank has one. [Note: unused]"""
         if not self.peers.axes:
             return super().check_issued(lacking)
-        return self.sequence.end_backward(self._issued(self.scope, *self.issued.take()), lacking)
+        absent = self.sequence.end_backward(self._issued(*self.issued.take()), lacking)
+        if self.member.turns:
+            self.member.compare_issued()
+        return absent
 
     def check_unforeseen(self) -> None:
         """Check, at the first gradient of a parameter in a backward of which ranks agreed that it brings none, that
@@ -247,7 +247,7 @@ class Agreement(Peers):
         else:
             self.peers.raise_verdict()
             gathered, _, before = self.issued.take()
-            self.sequence.show(self._issued(self.scope, gathered, None, before), issued=self.sequence.issued)
+            self.sequence.show(self._issued(gathered, None, before), issued=self.sequence.issued)
 
     # -- between iterations ------------------------------------------------------------------------------------------
 
@@ -324,6 +324,7 @@ class Agreement(Peers):
         """Notify the others that an exception ended the iteration here, without waiting for them or raising."""
         self._opening = None
         super().publish_abandoned(error)
+        self.member.forget_issued()
         self.sequence.publish_abandoned(error)
 
     def meet_abandoned(self) -> None:

@@ -35,6 +35,9 @@ from .rank_exchange import RankExchange
 from .sequence_predictor import SequencePredictor
 from .unused_params import UnusedParams
 
+THE_FORWARD, A_FORWARD_AGAIN = "the forward of unit", "a forward, after a backward inside of it"
+A_BACKWARD = "a backward"  # activities of an iteration
+
 REMEMBERED = 1024  # the last ops, which can still be reported to other ranks
 
 
@@ -187,6 +190,16 @@ class OpSequence:
         self._last, self._since = self.activity or self._last, time.monotonic()
         self.activity = None
         self.busy = False
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether this rank is inside of a forward."""
+        return self.activity is not None and self.activity.startswith((THE_FORWARD, A_FORWARD_AGAIN))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this rank is inside of a backward."""
+        return self.activity == A_BACKWARD
 
     @property
     def issued(self) -> int:

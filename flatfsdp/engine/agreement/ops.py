@@ -12,6 +12,7 @@ expected. If nothing is sharded, ranks may differ in forwards: then a backward's
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import string
 from collections.abc import Sequence
@@ -162,18 +163,15 @@ def backward(
     return Op(hash63(f"{compared} {trained:x} {conditions}"), words, ran, f"{trained:x}", conditions, unreached)
 
 
-Units = tuple[tuple[str, int], ...]  # (model, unit)
+Units = tuple[int, ...]
 
 
-def issued(
-    units: Sequence[UnitEntry], model: str, gathered: Units, reduced: Units | None, before: tuple[int | Units, ...]
-) -> Op:
-    """A backward of `model` has issued the collectives of these units; `reduced` is None if it brought no gradients.
-    `before`: a number for the gathers in earlier backwards under `no_sync()`, and their different orders."""
+def issued(units: Sequence[UnitEntry], gathered: Units, reduced: Units | None, before: tuple[int | Units, ...]) -> Op:
+    """A backward has issued the collectives of these units; `reduced` is None if it brought no gradients. `before`: a
+    number for the gathers in earlier backwards under `no_sync()`, and their different orders."""
 
     def in_words(which: Units) -> str:
-        own = [units[i].label if of == model else f"unit {i} of model {of.rpartition('.')[2]}" for of, i in which]
-        return ", ".join(own) or "none"
+        return ", ".join([units[i].label for i in which]) or "none"
 
     words = f"{ISSUED} {in_words(gathered)}, and reduced {in_words(reduced or ())}"
     if reduced is None:
@@ -181,6 +179,26 @@ def issued(
     if before:
         words += f"; under no_sync() before it {' and '.join(map(in_words, before[1:]))}"  # type: ignore[arg-type]
     return Op(hash63(f"issued {gathered} {reduced} {before[:1]}"), words)
+
+
+class IssuedBy(NamedTuple):
+    """A collective of a unit, known by its model and its number there."""
+
+    model: str
+    unit: int
+    label: str
+
+
+@functools.lru_cache(maxsize=PLANS)
+def issued_by_all(gathered: tuple[IssuedBy, ...], reduced: tuple[IssuedBy, ...]) -> Op:
+    """Backwards of several models have issued these collectives."""
+
+    def in_words(which: tuple[IssuedBy, ...]) -> str:
+        found = itertools.groupby(which, lambda each: each.model)
+        return ", then ".join([f"{', '.join(each.label for each in own)} of {model}" for model, own in found]) or "none"
+
+    words = f"{ISSUED} {in_words(gathered)}, and reduced {in_words(reduced)}"
+    return Op(hash63(f"issued {[each[:2] for each in gathered]} {[each[:2] for each in reduced]}"), words)
 
 
 def abandoned(issued: int, doing: str, because: str) -> Op:

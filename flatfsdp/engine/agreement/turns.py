@@ -3,11 +3,16 @@
 [Note: several models] A communicator matches collectives by their order. If ranks call two models of one structure in
 different orders, gathers and reductions of one model meet those of the other, with equal sizes, and the sequence of
 each model is as expected. So models over one process group have a sequence in common, of the beginnings of their
-forwards and backwards, and of their collective calls. A model has one for each of its groups: the replicas of
-HYBRID_SHARD may run two models in different orders, in each of which its group of shards agrees. There, ranks meet only
-in the store, because models may communicate over different axes; a turn that is predicted costs nothing but the
-prediction. A sequence begins when a model first runs while another one lives on some rank, which is compared in the
-same exchange as the models. It replaces the earlier one, so nothing is carried over to unrelated models.
+forwards and backwards, and of their collective calls; with one that begins inside of the forward of another, the place
+where it does. One backward may go through several models: then their units take turns, in an order that the graph of
+each rank determines. So when the last of these models ends its backward, ranks compare that order as well.
+
+A model has a sequence for each of its groups: the replicas of HYBRID_SHARD may run two models in different orders, in
+each of which its group of shards agrees. There, ranks meet only in the store, because models may communicate over
+different axes; a turn that is predicted costs nothing but the prediction. A sequence begins when a model first runs
+while another one lives on some rank, which is compared in the same exchange as the models. It replaces the earlier one,
+so nothing is carried over to unrelated models. All ranks go through their groups in one order, that of the groups'
+ranks, so that none wait for each other in different groups.
 
 In messages and codes a model is known by its ranks and the order of first forwards over these. That this is the same on
 all ranks is checked by the number of a model among all that were constructed over the group, if ranks have constructed
@@ -17,7 +22,6 @@ equally many.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +30,9 @@ from ..base.hashing import hash63
 from ..base.peers import Issued
 from ..base.per_group import first_of, for_group
 from ..comm.axes import Axis
+from . import ops
 from .op_sequence import Meetings, OpSequence
-from .ops import Op
+from .ops import IssuedBy, Op
 from .rank_exchange import RankExchange
 
 _REMEDY = (
@@ -54,30 +59,38 @@ class GroupMember:
     """One model among those over its process groups.
 
     Attributes:
-        turns: the sequences that it shares with other models, by the number of the group among those of the model.
+        sequence: the model's own.
+        turns: the sequences that it shares with other models, in an order that is the same on all ranks.
         peers: its exchange, once it has run.
+        name: the same on all ranks.
     """
 
-    def __init__(self, sequence: OpSequence) -> None:
-        self.turns: dict[int, Turns] = {}
+    def __init__(self, sequence: OpSequence, issued: Issued) -> None:
+        """`issued`: by backwards of the model."""
+        self.sequence = sequence
+        self.turns: Sequence[Turns] = ()
         self.peers: RankExchange | None = None
-        self._sequence = sequence
+        self.name = ""
+        self._issued = issued
+        self._turns: dict[int, Turns] = {}  # by the number of the group among those of the model
+        self._labels: Sequence[str] = ()
         self._axis: Axis | None = None
         self._number = 0
-        self._ops: dict[str, Op] = {}
-        self._name = ""
+        self._ops: dict[tuple[object, ...], Op] = {}
+        self._began_at = 0  # the position in its sequence when its forward, or its backward, began
 
     def count(self, axis: Axis | None, class_name: str) -> None:
         """Count this model among those that were constructed over the group of `axis`, the first one of its outermost
         unit with several ranks, if there is one."""
-        self._axis, self._name = axis, class_name
+        self._axis, self.name = axis, class_name
         if axis is not None:
             known = _known(axis.process_group)
             known.constructed += 1
             self._number = known.constructed
 
-    def come(self, groups: Sequence[Axis]) -> Position:
-        """This model's position among those over its `groups`, when it first runs."""
+    def come(self, groups: Sequence[Axis], labels: Sequence[str]) -> Position:
+        """This model's position among those over its `groups`, when it first runs; `labels`: of its units."""
+        self._labels = labels
         shared = 0
         for index, group in enumerate(groups):
             known = _known(group.process_group)
@@ -107,7 +120,7 @@ class GroupMember:
             peers.fail_with(AgreementError(f"{reported}. {_REMEDY}"))
         self._ops.clear()
         number, ranks = peers.scope.rpartition(".")[2], ranks_in_words(peers.ranks)
-        self._name = f"{self._name} (model {number} over {ranks})"
+        self.name = f"{self.name} (model {number} over {ranks})"
         for index, axis in enumerate(peers.axes):
             group = axis.group
             if any(found[rank].shared >> index & 1 for rank in group.ranks if rank in found):
@@ -119,28 +132,71 @@ class GroupMember:
         Raises:
             AgreementError: it is the turn of another model on some rank; on every rank, within seconds.
         """
-        for turns in self.turns.values():
-            op = self._ops.get(what)
+        self._began_at = self.sequence.position
+        for turns in self.turns:
+            inside = turns.forwards_around(self)
+            key = (what, *inside)
+            op = self._ops.get(key)
             if op is None:
                 # Whether ranks do different things with one model is a matter of its own sequence.
-                op = self._ops[what] = Op(hash63(f"turn {self._name}"), f"{what} of {self._name}")
+                where = "".join(f", after {steps} steps of the forward of {name} around it" for name, steps in inside)
+                op = self._ops[key] = Op(hash63(f"turn {self.name}{where}"), f"{what} of {self.name}{where}")
             turns.take(op)
 
-    @property
-    def issued(self) -> Issued:
-        """The collectives of the models that share a group and all ranks with it: others have no list to compare that
-        is the same on all of its ranks. Precondition: it shares a group."""
-        assert self.peers is not None
-        return self.turns[min(self.turns)].issued_over[self.peers.ranks]
+    def steps_of_forward(self) -> int:
+        """How many steps its running forward has done; 0 if none runs."""
+        return self.sequence.position - self._began_at if self.sequence.in_forward else 0
 
-    @property
-    def sequence(self) -> OpSequence:
-        """The model's own sequence."""
-        return self._sequence
+    def join(self, turns: Turns, index: int) -> None:
+        """Take part in the `turns` over the group of this `index` from now on."""
+        self._turns[index] = turns
+        self.turns = sorted(self._turns.values(), key=lambda each: each.place)
+        for kind in ("gathered", "reduced"):
+            if type(known := getattr(self._issued, kind)) is list:
+                setattr(self._issued, kind, _InCommon(known, kind, self))
+
+    def issues(self, kind: str, unit: int) -> None:
+        """A backward has issued a collective of `unit`, of this `kind`."""
+        for turns in self.turns:
+            turns.in_common[kind].append(IssuedBy(self.name, unit, self._labels[unit]))
+
+    def compare_issued(self) -> None:
+        """A backward ends that reduces: compare the order in which backwards through several models have issued their
+        collectives, unless one of these goes on. Not collective if it was expected.
+
+        Raises:
+            AgreementError: another rank of a group has issued them in another order.
+        """
+        for turns in self.turns:
+            turns.compare_issued(self)
+
+    def forget_issued(self) -> None:
+        """A backward was abandoned: what it has issued is not compared."""
+        for turns in self.turns:
+            for each in turns.in_common.values():
+                each.clear()
+
+
+class _InCommon(list[int]):
+    """The collectives of one kind that a model has issued, which are recorded in the order of all models, too."""
+
+    def __init__(self, known: Sequence[int], kind: str, member: GroupMember) -> None:
+        super().__init__(known)
+        self._kind, self._member = kind, weakref.ref(member)
+
+    def append(self, unit: int) -> None:
+        super().append(unit)
+        if (member := self._member()) is not None:
+            member.issues(self._kind, unit)
 
 
 class Turns(OpSequence):
-    """One rank's side of the sequence that the models over one process group have in common. [Note: several models]"""
+    """One rank's side of the sequence that the models over one process group have in common. [Note: several models]
+
+    Attributes:
+        place: in the order of all sequences.
+        in_common: the collectives of backwards of all models that ranks have yet to compare, by their kind.
+    """
 
     def __init__(self, group: Axis, first: RankExchange, index: int, members: Mapping[GroupMember, int]) -> None:
         """`first`: the exchange of the model that has just run first, of which the group has this `index`; `members`:
@@ -150,12 +206,14 @@ class Turns(OpSequence):
         # Other ranks of the model may have a group of their own, as the other replicas of HYBRID_SHARD.
         peers.scope, peers.watch = f"{first.scope}.turns {index} of {peers.ranks[0]}", first.watch
         super().__init__(peers)
+        self.place = peers.ranks, peers.scope
         self.meetings = _TurnMeetings(peers)
-        self.issued_over: defaultdict[tuple[int, ...], Issued] = defaultdict(Issued)  # by the ranks of models
+        self.in_common: dict[str, list[IssuedBy]] = {"gathered": [], "reduced": []}
+        self._members = weakref.WeakSet(members)
         self._models = weakref.WeakSet(each.sequence for each in members)
         beside = [each.peers for each in members if each.peers is not None]
         for each, number in members.items():
-            each.turns[number] = self
+            each.join(self, number)
         for one in beside:
             one.beside.update(beside)
         self.connect()
@@ -171,6 +229,25 @@ class Turns(OpSequence):
         except AgreementError as error:
             self.fail(error, None)
             raise
+
+    def forwards_around(self, member: GroupMember) -> list[tuple[str, int]]:
+        """The names of other models whose forwards run, and how many steps each has done."""
+        around = [(each.name, each.steps_of_forward()) for each in self._beside(member)]
+        return sorted(each for each in around if each[1])
+
+    def _beside(self, member: GroupMember) -> list[GroupMember]:
+        """Other models, without those whose ranks have diverged: these do nothing any more, and may not have ended what
+        they did."""
+        others = (each for each in self._members if each is not member)
+        return [each for each in others if each.peers is not None and each.peers.verdict is None]
+
+    def compare_issued(self, member: GroupMember) -> None:
+        """The end of `GroupMember.compare_issued`, of a `member`."""
+        if not any(each.sequence.in_backward for each in self._beside(member)):
+            gathered, reduced = (tuple(each) for each in self.in_common.values())
+            self.take(ops.issued_by_all(gathered, reduced))
+            for each in self.in_common.values():
+                each.clear()
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
         concerned = super().fail(error, ranks)

@@ -69,18 +69,18 @@ class BackwardPlan(NamedTuple):
 
 
 class Issued:
-    """The collectives that backwards have issued and that ranks have yet to compare.
+    """The collectives that backwards of one model have issued and that ranks have yet to compare.
 
     Attributes:
-        gathered, reduced: units in order, as (model, unit).
+        gathered, reduced: units in order.
         without_sync: the different orders of gathers in earlier backwards under `no_sync()`; carried: a number for all
             of these, in order.
     """
 
     def __init__(self) -> None:
-        self.gathered: list[tuple[str, int]] = []
-        self.reduced: list[tuple[str, int]] = []
-        self.without_sync: dict[tuple[tuple[str, int], ...], None] = {}
+        self.gathered: list[int] = []
+        self.reduced: list[int] = []
+        self.without_sync: dict[tuple[int, ...], None] = {}
         self.carried = 0
 
     def carry_over(self) -> None:
@@ -91,7 +91,7 @@ class Issued:
             self.carried = hash63(f"{self.carried} {gathered}")
             self.gathered.clear()
 
-    def take(self) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...], tuple[object, ...]]:
+    def take(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]:
         """The gathers and the reductions, and what was carried over, to be compared; none are left."""
         before = (self.carried, *self.without_sync) if self.carried else ()
         taken = tuple(self.gathered), tuple(self.reduced), before
@@ -120,12 +120,9 @@ class Peers:
         stepped, loaded: whether an optimizer stepped, or a state dict was loaded, since the last step began; set by the
             code that does so.
         forwards_are_local: whether forwards do not communicate, so that ranks may differ in them.
-        issued: the collectives of backwards, of all models over one process group.
-        scope: the name of this model, the same on all ranks.
+        issued: the collectives of backwards.
         is_alone: whether there are no other ranks.
     """
-
-    scope = ""
 
     def __init__(self) -> None:
         self.issued = Issued()

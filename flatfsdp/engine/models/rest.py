@@ -262,7 +262,7 @@ def unshard(unit: Unit) -> None:
         each.kept.by_choice = (at_rest or each.shows_shard) and each.axes.is_spread
         copy_shards(each)
         if each.launch_unshard(ahead=True) and iteration.backward is not None:
-            model.agreement.issued.gathered.append((model.agreement.scope, each.position.index))
+            model.agreement.issued.gathered.append(each.position.index)
         iteration.ahead[each] = None
         if torch.is_grad_enabled():
             iteration.requested[each] = None

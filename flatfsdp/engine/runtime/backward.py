@@ -237,7 +237,7 @@ class Backward:
                     elif not units[0].launch_unshard(ahead=verb == "ahead"):
                         continue
                     for unit in units:
-                        self.agreement.issued.gathered.append((self.agreement.scope, unit.position.index))
+                        self.agreement.issued.gathered.append(unit.position.index)
                 elif verb == "close":
                     units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "reduce":
@@ -252,7 +252,7 @@ class Backward:
                     self._in_flight = newer, InFlightReductions(units, issued, any(map(_ADVANCES_IN_WAITS, issued)))
                     self.reduced += units
                     for unit in units:
-                        self.agreement.issued.reduced.append((self.agreement.scope, unit.position.index))
+                        self.agreement.issued.reduced.append(unit.position.index)
                     if self.finisher.acts_early:
                         self._finish_early(older)  # overlaps with the reduction just issued
                 elif verb == "end turn":
