@@ -291,6 +291,10 @@ def call(rank: int, world: int, what: str, before: int) -> str:
     def calls() -> None:
         if what == "norm":
             model.clip_grad_norm_(1.0, norm_type=(2.0, math.inf)[rank])
+        if what == "limit":
+            model.clip_grad_norm_(1.0 + rank)
+        if what == "torchs":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0 + rank)
         if what == "clip" and rank == 1:
             model.clip_grad_norm_(1.0)
         with FullyShardedDataParallel.summon_full_params(
@@ -305,8 +309,13 @@ def call(rank: int, world: int, what: str, before: int) -> str:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("clip", "rank 0 called summon_full_params(); rank 1 called clip_grad_norm_()"),
-        ("norm", "rank 0 called clip_grad_norm_(); rank 1 called clip_grad_norm_(norm_type=inf)"),
+        ("clip", "rank 0 called summon_full_params(); rank 1 called clip_grad_norm_(max_norm=1.0)"),
+        (
+            "norm",
+            "rank 0 called clip_grad_norm_(max_norm=1.0); rank 1 called clip_grad_norm_(max_norm=1.0, norm_type=inf)",
+        ),
+        ("limit", "rank 0 called clip_grad_norm_(max_norm=1.0); rank 1 called clip_grad_norm_(max_norm=2.0)"),
+        ("torchs", "rank 0 called clip_grad_norm_(max_norm=1.0); rank 1 called clip_grad_norm_(max_norm=2.0)"),
         (
             "part",
             "rank 0 called summon_full_params() of unit 'blocks.0'; "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,9 @@ from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
 
 Grads = list[torch.Tensor]
+COMPARED = 16  # different limits of the norm that ranks compare, of each model: a new one takes an exchange
+
+_limits: weakref.WeakKeyDictionary[Model, set[float]] = weakref.WeakKeyDictionary()  # compared so far
 
 
 def _by_device(grads: Iterable[torch.Tensor]) -> tuple[dict[torch.device, Grads], Grads]:
@@ -186,7 +190,7 @@ def clip_grad_norm(
         before_norm(model, f"{call}()")
         reduce_left(model)
     chosen = {id(parameter): parameter for parameter in parameters}
-    with _collective_call(models, chosen.keys(), call, p):
+    with _collective_call(models, chosen.keys(), call, p, max_norm):
         found = _Gradients.of(models, chosen)
         norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
         every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
@@ -210,12 +214,15 @@ def _order_of(norm_type: float) -> float:
 
 
 @contextmanager
-def _collective_call(models: Iterable[Model], chosen: Set[int], call: str, p: float) -> Iterator[None]:
+def _collective_call(
+    models: Iterable[Model], chosen: Set[int], call: str, p: float, limit: float | None = None
+) -> Iterator[None]:
     """A context for a `call` that all ranks make about the gradients of parameters with the `chosen` ids, and about
-    their norm of order `p`, on which the collectives depend.
+    their norm of order `p`, on which the collectives depend, with the same `limit` of it.
 
     Raises:
         UsageError: these gradients are gone, or are not reduced.
+        AgreementError: on every rank, if ranks make other calls.
     """
     with ExitStack() as calls:
         for model in models:
@@ -232,8 +239,18 @@ def _collective_call(models: Iterable[Model], chosen: Set[int], call: str, p: fl
                         ".grad shows parts of this rank's own sums. Run the last backward outside of no_sync(), under "
                         "fully_shard after set_requires_gradient_sync(True), and make this call after it"
                     )
-            calls.enter_context(model.agreement.collective_call(f"{call}({'' if p == 2 else f'norm_type={p:g}'})"))
+            given = [] if limit is None else [_limit_in_words(model, float(limit))]
+            given += [] if p == 2 else [f"norm_type={p:g}"]
+            calls.enter_context(model.agreement.collective_call(f"{call}({', '.join(given)})"))
         yield
+
+
+def _limit_in_words(model: Model, limit: float) -> str:
+    """The `limit` of a norm for a comparison of ranks; one that differs in each step is compared for a few steps."""
+    known = _limits.setdefault(model, set())
+    if len(known) < COMPARED:
+        known.add(limit)
+    return f"max_norm={limit!r}" if limit in known else "another max_norm"
 
 
 def _norm_of(
