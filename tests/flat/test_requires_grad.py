@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.watchdog.store import StoreClient
+from flatfsdp.errors import UsageError
 from tests.conftest import Run
 
 pytestmark = pytest.mark.distributed
@@ -105,3 +106,22 @@ def frozen_inside(rank: int, world: int, strategy: str) -> list[list[bool]]:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_a_flat_parameter_is_frozen_after_its_original_parameters(pool2: Run, strategy: str) -> None:
     assert pool2(frozen_inside, strategy) == [[[False, True], [False, True], [True, True]]] * 2
+
+
+def frozen_in_a_backward(rank: int, world: int, strategy: str) -> str:
+    """A hook freezes an original parameter before the backward reaches its unit; the error of the next forward."""
+    model = wrapped(strategy, use_orig_params=False)
+    for _ in range(2):
+        model(batch(rank, 0)).square().mean().backward()
+    output = model(batch(rank, 0))
+    output.register_hook(lambda grad: (model.module.first.module.weight.requires_grad_(False), None)[1])
+    output.square().mean().backward()
+    with pytest.raises(UsageError) as error:
+        model(batch(rank, 0))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_an_original_parameter_of_a_flat_one_is_frozen_in_a_backward(pool2: Run, strategy: str) -> None:
+    for error in pool2(frozen_in_a_backward, strategy):
+        assert error.startswith("requires_grad of 'weight' was set to False after wrapping. With use_orig_params=False")

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flatfsdp
 from flatfsdp.errors import UsageError
@@ -86,15 +88,21 @@ def refused(rank: int, world: int) -> list[str]:
     model = flatfsdp.fully_shard(net(), reshard_after_forward=False)
     loss = model(torch.ones(3, WIDTH)).square().mean()
     words = []
-    for shape in ((WIDTH, WIDTH), (WIDTH, WIDTH // world)):
+    whole, mesh = torch.zeros(WIDTH, WIDTH), dist.init_device_mesh("cpu", (world,))
+    of_columns, whole_everywhere = (distribute_tensor(whole, mesh, [how]) for how in (Shard(1), Replicate()))
+    for given in (whole, torch.zeros(WIDTH, WIDTH // world), of_columns, whole_everywhere):
         with pytest.raises(UsageError) as error:
-            model[0].weight.grad = torch.zeros(shape)
+            model[0].weight.grad = given
         words.append(str(error.value))
+    model[0].weight.grad = distribute_tensor(whole, mesh, [Shard(0)])
     loss.backward()
     return words
 
 
 def test_gradients_of_another_kind_are_refused_where_they_are_assigned(pool2: Run) -> None:
-    of_whole, of_shard = pool2(refused, timeout=60)[0]
-    assert "replaced by a tensor of shape (4, 4). Expected a DTensor of the whole shape, (4, 4)" in of_whole
-    assert "replaced by a tensor of shape (4, 2). Expected a DTensor of the whole shape, (4, 4)" in of_shard
+    of_whole, of_shard, of_columns, whole_everywhere = pool2(refused, timeout=60)[0]
+    wanted = "Expected the gradient of it, a DTensor of shape (4, 4) with placements (Shard(dim=0),) on "
+    assert f"replaced by a tensor of shape (4, 4). {wanted}" in of_whole
+    assert f"replaced by a tensor of shape (4, 2). {wanted}" in of_shard
+    assert "replaced by a DTensor of shape (4, 4) with placements (Shard(dim=1),) on " in of_columns
+    assert "replaced by a DTensor of shape (4, 4) with placements (Replicate(),) on " in whole_everywhere

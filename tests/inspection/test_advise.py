@@ -222,6 +222,34 @@ def test_wrong_arguments_are_refused_in_words(given: Any, error: type[Exception]
         advise(net(), **given)
 
 
+def test_an_optimizer_that_refuses_a_way_leaves_it_out() -> None:
+    """As Muon does, which takes matrices: shards of the wrapper are none."""
+
+    def of_matrices(model: Any) -> torch.optim.Optimizer:
+        if any(each.dim() != 2 for each in model.parameters()):
+            raise ValueError("only 2D parameters are supported")
+        return adam(model)
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    advice = advise(model, ranks=2, units={"one": None}, layouts=FLAT, optimizer=of_matrices, use_orig_params=True)
+    assert ways(advice) == [(1, 2, "one", "flat")]
+    ((way, why),) = advice.left_out
+    assert way.shards == 2 and why == "its optimizer cannot be made: ValueError: only 2D parameters are supported"
+
+
+def test_marks_of_parameters_are_on_the_copies() -> None:
+    model = net()
+    model.head.weight.no_decay = True  # type: ignore[attr-defined]
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        marked = [each for each in model.parameters() if getattr(each, "no_decay", False)]
+        assert len(marked) == 1
+        return adam(model)
+
+    assert advise(model, ranks=2, units={"model": None}, use_orig_params=True, optimizer=optimizer).choices
+
+
 def test_a_rank_of_a_job_gets_an_error() -> None:
     with fake_world(2), pytest.raises(UsageError, match="this process is already a rank of a job"):
         flatfsdp.advise(net(), ranks=2)

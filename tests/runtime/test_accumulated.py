@@ -128,6 +128,35 @@ def test_partial_sums_go_on(pool4: Run) -> None:
     assert not joined(pool4(partial_sums))
 
 
+def _look(seen: list[bool], parameter: torch.Tensor) -> None:
+    seen.append(parameter.grad is not None)
+
+
+def hooked_late(rank: int, world: int, under: tuple[Setting, ...]) -> list[int]:
+    """Hooks that are registered after the last backward see the reduced gradients."""
+    counts = []
+    for setting in under:
+        model = setting.wrap(seeded(Net), {torch.nn.Linear})
+        with model.no_sync():
+            loss_of(model(data(rank, 0))).backward()
+        seen: list[bool] = []
+        record = partial(_look, seen)
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(record)
+        model.reduce_accumulated_gradients()
+        graded = [each.grad is not None for each in model.parameters()]
+        assert all(seen), (setting, seen)
+        counts.append(sum(graded) - len(seen))
+    return counts
+
+
+def test_hooks_that_were_registered_after_the_last_backward_run(pool2: Run) -> None:
+    under = tuple(
+        Setting(strategy=strategy, orig=orig) for strategy in ("FULL_SHARD", "NO_SHARD") for orig in (True, False)
+    )
+    assert pool2(hooked_late, under) == [[0] * 4] * 2
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     model = Setting().wrap(seeded(Net), {torch.nn.Linear})
     found = {}

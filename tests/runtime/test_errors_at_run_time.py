@@ -154,6 +154,19 @@ inside""",
     )
 
 
+@pytest.mark.parametrize("shard", [FullyShardedDataParallel, fully_shard])
+def test_a_sparse_parameter(world: None, shard: Callable[[nn.Module], nn.Module]) -> None:
+    module = linear()
+    module.weight = nn.Parameter(torch.eye(2).to_sparse())
+    assert_expected_inline(
+        reported(lambda: shard(nn.Sequential(module)), ConfigValueError),
+        """\
+parameter '0.weight' has the layout torch.sparse_coo; expected torch.strided, since ranks divide the
+memory of parameters among them. Call to_dense() of it before sharding the model, or exclude it
+(ignored_modules=, ignored_params=)""",
+    )
+
+
 def test_ignoring_a_wrapper(world: None) -> None:
     inner = FullyShardedDataParallel(linear())
     outer = nn.Sequential(inner, linear())

@@ -243,6 +243,8 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None]) ->
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Whether the running graph task computes, or has computed, a gradient for `leaf`."""
     with _torch.as_plain_tensors():  # the leaf may be a hidden parameter
+        if not leaf.requires_grad:  # a hook has frozen it since the backward began
+            return False
         return _torch.will_accumulate(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 

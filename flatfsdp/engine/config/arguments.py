@@ -39,11 +39,18 @@ from . import fsdp1_mode
 
 
 def check_shardable(path: str, parameter: nn.Parameter) -> None:
-    """Raise ConfigValueError for a lazy parameter, which has no shape yet, or one that was made in inference mode."""
+    """Raise ConfigValueError for a lazy parameter, which has no shape yet, for one that is not dense, and for one that
+    was made in inference mode."""
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigValueError(
             f"parameter {path!r} is not initialized: it belongs to a lazy module, which sets the shape in its first "
             "forward. Run a forward with inputs of the right size before sharding the model, or exclude that module "
+            "(ignored_modules=, ignored_params=)"
+        )
+    if parameter.layout is not torch.strided:
+        raise ConfigValueError(
+            f"parameter {path!r} has the layout {parameter.layout}; expected torch.strided, since ranks divide the "
+            "memory of parameters among them. Call to_dense() of it before sharding the model, or exclude it "
             "(ignored_modules=, ignored_params=)"
         )
     if parameter.is_inference():

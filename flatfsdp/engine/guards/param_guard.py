@@ -33,7 +33,7 @@ from torch import nn
 from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
-from ..base._dtensor import is_dtensor
+from ..base._dtensor import are_split_alike, is_dtensor, spec_of
 from ..flat.faces import own_grad, set_own_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.guard import ORIGINAL
@@ -106,18 +106,31 @@ class GradientOfHolder:
         if (holder := _holder_left(self)) is None:
             set_own_grad(_tensor(self), value)
             return
-        if value is not None and (value.shape != holder.shape or is_dtensor(value) != is_dtensor(holder)):
-            wanted = "a DTensor of the whole shape" if is_dtensor(holder) else "the gradient of this rank's shard of it"
+        if value is not None and not _is_laid_out_like(value, holder):
             raise UsageError(
-                f"parameter {_names([_tensor(self)])}: its .grad was replaced by a "
-                f"{'DTensor' if is_dtensor(value) else 'tensor'} of shape {tuple(value.shape)}. Expected {wanted}, "
-                f"{tuple(holder.shape)}"
+                f"parameter {_names([_tensor(self)])}: its .grad was replaced by {_in_words(value)}. Expected the "
+                f"gradient of {'it' if is_dtensor(holder) else 'its shard on this rank'}, {_in_words(holder)}"
             )
         holder.grad = value
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _is_laid_out_like(value: torch.Tensor, holder: torch.Tensor) -> bool:
+    """Whether `value` has the shape of `holder`, and the same part of a whole tensor if that is a DTensor."""
+    if value.shape != holder.shape or is_dtensor(value) != is_dtensor(holder):
+        return False
+    # On one rank all placements are the same.
+    return not is_dtensor(holder) or are_split_alike(value, holder) or spec_of(value).mesh.size() == 1
+
+
+def _in_words(value: torch.Tensor) -> str:
+    if not is_dtensor(value):
+        return f"a tensor of shape {tuple(value.shape)}"
+    spec = spec_of(value)
+    return f"a DTensor of shape {tuple(value.shape)} with placements {spec.placements} on {spec.mesh}"
 
 
 def _tensor(leaf: Any) -> torch.Tensor:

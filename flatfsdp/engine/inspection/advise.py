@@ -93,7 +93,7 @@ class Advice:
     Attributes:
         ranks, node, memory: as given to `advise`.
         choices: in the order in which they were tried.
-        left_out: ways that the model or the arguments do not permit, with the reason.
+        left_out: ways that the model, the arguments or the optimizer do not permit, with the reason.
         recommended: one of `choices`.
         sentence: the recommendation with its reason.
     """
@@ -211,7 +211,11 @@ def advise(
                         left_out.append((way, str(error)))
                         continue
                     _leave_meta(sharded)
-                    made = None if optimizer is None else optimizer(sharded)
+                    try:
+                        made = None if optimizer is None else optimizer(sharded)
+                    except (TypeError, ValueError, UsageError) as error:
+                        left_out.append((way, f"its optimizer cannot be made: {type(error).__name__}: {error}"))
+                        continue
                     plan = memory_plan(sharded, made, microbatches=microbatches, max_norm=max_norm)
                 found.append(Choice(way, plan, *_received(plan, way, node)))
     if not found:
@@ -272,7 +276,9 @@ def _on_meta(model: nn.Module, *about: Any) -> tuple[Any, ...]:
     `model.to("meta")` would untie tied parameters."""
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        memo[id(parameter)] = made
     return copy.deepcopy((model, *about), memo)
 
 

@@ -174,6 +174,8 @@ class BackwardHooks:
         iteration.wait_for_gradients()
         follow_requires_grad(self.setup.units)
         backward = self._plan(ForwardRecord(), {}, accumulated=True)
+        for look in self.observers.backward_begins:
+            look(self.setup.units)
         self._expect_accumulated(backward)
         backward.join_reductions()
         iteration.run_without_graph(backward)

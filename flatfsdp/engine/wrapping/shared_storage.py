@@ -136,7 +136,9 @@ def _separate(held: Sequence[_Held]) -> None:
     """Give parts of larger storages memory of their own. Views of one tensor share a counter of versions, and a
     write to one would look like a write to the others, which are in use. The objects stay the same."""
     for parameter in (each.tensor for each in held):
-        if type(parameter) is not nn.Parameter or parameter.untyped_storage().nbytes() <= parameter.nbytes:
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            continue
+        if parameter.untyped_storage().nbytes() <= parameter.nbytes:
             continue
         if _torch.has_hooks(parameter) or _torch.hooks_on(parameter):
             continue  # they are the old memory's
