@@ -239,18 +239,15 @@ def _collective_call(
                         ".grad shows parts of this rank's own sums. Run the last backward outside of no_sync(), under "
                         "fully_shard after set_requires_gradient_sync(True), and make this call after it"
                     )
-            given = [] if limit is None else [_limit_in_words(model, float(limit))]
-            given += [] if p == 2 else [f"norm_type={p:g}"]
+            given = [] if p == 2 else [f"norm_type={p:g}"]
+            if limit is not None:
+                known = _limits.setdefault(model, set())
+                if len(known) < COMPARED:
+                    known.add(float(limit))
+                # One that differs in each step would take an exchange in each.
+                given.insert(0, f"max_norm={float(limit)!r}" if limit in known else "another max_norm")
             calls.enter_context(model.agreement.collective_call(f"{call}({', '.join(given)})"))
         yield
-
-
-def _limit_in_words(model: Model, limit: float) -> str:
-    """The `limit` of a norm for a comparison of ranks; one that differs in each step is compared for a few steps."""
-    known = _limits.setdefault(model, set())
-    if len(known) < COMPARED:
-        known.add(limit)
-    return f"max_norm={limit!r}" if limit in known else "another max_norm"
 
 
 def _norm_of(
