@@ -88,24 +88,6 @@ def test_writes_to_data_are_refused(
     assert isinstance(weight, kind) and (type(weight) is kind or not orig)
 
 
-@pytest.mark.parametrize("orig", [True, False])
-def test_a_shard_written_while_its_unit_is_gathered_on_request(world: None, orig: bool) -> None:
-    """One rank alone may have written: a forward that gathered again would leave the others behind."""
-    model = wrap(use_orig_params=orig)
-    inner = model.module[1]
-    holder = next(inner.parameters())
-    for _ in range(2):
-        loss_of(model).backward()
-        loss_of(model)
-        inner.unshard(async_op=True)
-        with torch.no_grad():
-            holder.mul_(2)
-        with pytest.raises(UsageError, match=r"unit '1': parameters were written to between forward and backward: "):
-            loss_of(model)
-        model.zero_grad()
-    loss_of(model).backward()
-
-
 @WRITES
 def test_writes_to_the_root_are_refused(world: None, write: Callable[[nn.Parameter], None]) -> None:
     model = wrap()

@@ -58,12 +58,11 @@ class ScheduleControls(GradientControls):
         """Gather this wrapper's parameters before its forward does; not those of wrappers inside.
 
         They stay unsharded for that forward, or until the end of the forward or backward in which they are not used. If
-        any rank writes to its shards in the meantime, between iterations, the forward gathers again; between a forward
-        and its backward, it refuses such a write. The unsharded tensors are copies: the forward refuses writes to them,
-        and replacements of their `.data` or `.grad`. Between a forward and its backward, it allows a loss to use
-        parameters of a wrapper that the forward did not call; their gradients are reduced with the others. Collective
-        over the shard group; every rank calls it at the same point, between iterations or inside the forward of an
-        outer wrapper.
+        any rank writes to its shards in the meantime, the forward gathers again. The unsharded tensors are copies: the
+        forward refuses writes to them, and replacements of their `.data` or `.grad`. Between a forward and its
+        backward, it allows a loss to use parameters of a wrapper that the forward did not call; their gradients are
+        reduced with the others. Collective over the shard group; every rank calls it at the same point, between
+        iterations or inside the forward of an outer wrapper.
 
         Args:
             async_op: whether to return a handle at once; otherwise it returns None once the parameters are unsharded,

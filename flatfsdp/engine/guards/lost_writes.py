@@ -21,7 +21,7 @@ from ..flat.faces import own_grad, set_own_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.guard import ORIGINAL, Guard
 from ..flat.param_refs import ParamRef
-from ..flat.states import GATHERING, SUMMONED, UNSHARDED, Left
+from ..flat.states import SUMMONED, UNSHARDED, Left
 from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED, ParamViews
 from ..flat.write_tracker import VERSION
 from ..models.unnoticed_writes import differs, is_stale
@@ -87,8 +87,6 @@ def check_again(unit: Unit, views: ParamViews, *, looks: bool) -> None:
     them; if it `looks`, also other objects in the places of holders. Their values are taken at rest, and until then
     their gradients would be lost."""
     handle = views.handle
-    if handle.state is GATHERING and handle.writes.was_written_since_gathered:  # on a user's request
-        handle.wait_unshard()
     if handle.state is UNSHARDED:
         with as_plain_tensors():
             if handle.writes.is_stale or _was_replaced(views):

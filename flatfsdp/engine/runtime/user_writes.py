@@ -19,10 +19,10 @@ def free_stale(units: Iterable[Unit]) -> None:
     or the dtype is that of evaluation, and this is training."""
     for unit in units:
         for handle, views, _ in unit.kinds:
-            if views.mode is not SHOWS_SHARD:  # other ranks would not know of a gather: guards refuse such writes
-                continue
             if handle.state is GATHERING and handle.writes.was_written_since_gathered:  # on a user's request
                 unit.resources.free(handle)
+            if views.mode is not SHOWS_SHARD:
+                continue
             if (kept := handle.face.kept) is not None and kept.shows:
                 kept.release()
             if handle.state is UNSHARDED and (
