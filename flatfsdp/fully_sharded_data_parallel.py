@@ -22,6 +22,7 @@ from .engine.agreement.process_groups import groups_in_words, is_first_of, resol
 from .engine.base import _torch
 from .engine.config.arguments import as_fsdp1, check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
+from .engine.facade.gradients_api import GradientControls
 from .engine.facade.schedule_api import ScheduleControls
 from .engine.features.comm_hook import register_comm_hook
 from .engine.features.forward_methods import put_through_wrapper, through_wrapper
@@ -41,7 +42,7 @@ from .engine.wrapping.chosen_grains import chosen_grains
 from .errors import one_rank_warns
 
 
-class FullyShardedDataParallel(FSDP1Names, ScheduleControls, StateDictTypes, OptimStates, nn.Module):
+class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, StateDictTypes, OptimStates, nn.Module):
     """Train `module` with its parameters, gradients and optimizer state split over ranks.
 
     The parameters of `module` that no nested wrapper owns become one *unit*: they are stored in a flat parameter, of

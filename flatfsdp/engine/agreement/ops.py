@@ -113,7 +113,7 @@ def forward_in_words(mode: str) -> str:
 
 
 def entered(index: int, unit: UnitEntry, gathered: str = "") -> Op:
-    """A forward enters a unit. `gathered`: why it is gathered already, apart from a prefetch; "" if it is not."""
+    """A forward enters a unit. `gathered`: why it is gathered already, other than by a prefetch; "" if it is not."""
     return Op(hash63(f"unit {index}{gathered}"), f"entered unit {unit.label}{gathered}")
 
 

@@ -26,7 +26,7 @@ from ..base.wait_limits import blocking, issued
 
 
 class Work(Protocol):
-    """The result of an asynchronous operation of a communication backend."""
+    """An operation that is not finished yet: of a communication backend, or the reduction of gradients."""
 
     def wait(self) -> Any: ...
 

@@ -26,7 +26,6 @@ from ..models.walks import units_in
 from ..runtime.model import model_of
 from ..runtime.module_tree import units_at
 from ..runtime.unit import Unit
-from .gradients_api import GradientControls
 
 
 class UnshardHandle:
@@ -45,7 +44,7 @@ class UnshardHandle:
                     each.track_writes(requested=True)
 
 
-class ScheduleControls(GradientControls):
+class ScheduleControls:
     """Methods of the wrapper that change when it communicates and when it frees memory. [Note: schedule]
 
     Settings apply until they are changed again, also in copies and pickles of a model. Every rank must choose the same

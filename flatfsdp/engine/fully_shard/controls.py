@@ -10,12 +10,13 @@ from torch import nn
 
 from ...api import check_bool, check_number
 from ...errors import ConfigValueError, UsageError, refuse_type, warn
+from ..facade.gradients_api import GradientControls
 from ..facade.schedule_api import ScheduleControls
 from ..models.rest import check_outermost, check_outside, quiesce
 from ..runtime.unit import Unit
 
 
-class FSDP2Controls(ScheduleControls):
+class FSDP2Controls(GradientControls, ScheduleControls):
     """The methods of a module of `fully_shard`. The mixin expects `_unit`."""
 
     def reset_iter_state(self) -> None:

@@ -7,19 +7,12 @@ makes them `.grad`; a feature provides another one at the point `finisher` of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
+from ..device.streams import Work
 from ..flat.flat_param import FlatParamHandle
 from .unit import Unit
 
 Finished = list[tuple[Unit, Sequence[FlatParamHandle]]]
-
-
-class Awaited(Protocol):
-    """Gradients that are still being reduced."""
-
-    def wait(self) -> None:
-        """Return when they are there."""
 
 
 class Finisher:
@@ -33,7 +26,7 @@ class Finisher:
 
     acts_early = False
     ends_with_all = True
-    pending: Awaited | None = None
+    pending: Work | None = None
 
     def reduced(self, units: Iterable[Unit]) -> None:
         """The backward has finished `units`, whose gradients are reduced, and complete on this rank."""

@@ -21,13 +21,14 @@ from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observers
 from ..base.peers import Peers
+from ..device.streams import Work
 from ..flat.states import FORWARD as UNIT_FORWARD
 from ..flat.states import GATHERING, SUMMONED, Left
 from ..flat.states import IDLE as UNIT_IDLE
 from ..flat.views import SHOWS_SHARD
 from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
-from .finish import Awaited, Finisher
+from .finish import Finisher
 from .resources import Resources
 from .turns import PLAIN
 from .unit import Unit
@@ -109,7 +110,7 @@ class Iteration:
         self.is_at_rest = True
         self.has_freed = self.training = self.left_unreduced = False
         self.turns = PLAIN
-        self.pending: Awaited | None = None
+        self.pending: Work | None = None
         self._units = units
         self._resources = resources
         self._agreement = agreement
