@@ -250,10 +250,10 @@ class _Save(Replacement):
         writes = assign(plans, self.leaders, {key for _, _, keys in sent for key in keys})
         planned = {interval.key: interval for plan in plans for interval in plan}
         weights = self.weights(planned, writes) if self.request.safetensors else None
-        apart = {key for key, interval in planned.items() if weights is not None and is_weight(interval)}
-        mine_own = [interval for interval in writes[self.ranks.rank] if interval.key not in apart]
-        weighty = [interval for interval in writes[self.ranks.rank] if interval.key in apart]
-        others = {key: interval for key, interval in planned.items() if key not in apart}
+        as_weights = {key for key, interval in planned.items() if weights is not None and is_weight(interval)}
+        mine_own = [interval for interval in writes[self.ranks.rank] if interval.key not in as_weights]
+        weighty = [interval for interval in writes[self.ranks.rank] if interval.key in as_weights]
+        others = {key: interval for key, interval in planned.items() if key not in as_weights}
         return _WritePlan(name, mine_own, weighty, others, weights), values
 
     def weights(

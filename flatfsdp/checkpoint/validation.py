@@ -33,7 +33,7 @@ def prove(manifest: Manifest, where: str) -> None:
         except (ValueError, FlatFSDPError) as error:
             raise CheckpointError(f"{where}: tensor {key!r}: {error}") from error
     for number, file in enumerate(manifest.files):
-        _require_apart(occupied[number], manifest, f"{where}: {file.name}")
+        _require_disjoint(occupied[number], manifest, f"{where}: {file.name}")
     for key, (path, value) in manifest.values.items():
         try:
             if key != shown(path) or key in manifest.tensors:
@@ -84,7 +84,7 @@ def _require_cover(runs: Iterable[Sequence[int]], numel: int) -> None:
         raise ValueError(f"it has {numel} elements, and {end} lie in files")
 
 
-def _require_apart(spans: list[tuple[int, int, str]], manifest: Manifest, where: str) -> None:
+def _require_disjoint(spans: list[tuple[int, int, str]], manifest: Manifest, where: str) -> None:
     """Require that no two intervals (first byte, end, tensor) of a file overlap, except those of tied tensors."""
     spans.sort()
     for (_, end, one), (start, _, other) in pairwise(spans):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 from flatfsdp.errors import AgreementError, FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness import inspect
@@ -263,7 +263,7 @@ class Skipping(nn.Module):
 def skipping(rank: int, world: int, under: tuple[Setting, ...]) -> list[str]:
     lines = []
     for setting in under:
-        with apart():
+        with uncoalesced():
             model, plain = (setting.wrap(seeded(Skipping), (Feedforward,)) for _ in range(2))
         register(model, comm_hooks.reduce_scatter_hook, comm_hooks.DefaultState)
         order: list[str] = []

@@ -260,6 +260,21 @@ def test_gradients_that_are_dropped_inside_a_summon_are_gone(original: bool, poo
     assert all(map(all, pool2(dropped, original, timeout=60)))
 
 
+def given(rank: int, world: int, original: bool) -> bool:
+    """Gradients that are given inside to parameters that had none."""
+    model = Setting(orig=original).wrap(seeded(Net), (Feedforward,))
+    with summon(model, with_grads=True):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, number)
+    grads = full_gradients(model).values()
+    return all(grad is not None and bool((grad == number).all()) for number, grad in enumerate(grads))
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_gradients_that_are_given_inside_a_summon_are_there_after_it(original: bool, pool2: Run) -> None:
+    assert all(pool2(given, original, timeout=60))
+
+
 def misplaced(rank: int, world: int) -> dict[str, str]:
     """The messages about unsharded parameters at a wrong time; then a good step, equal to one of an untouched model."""
     model, other = (Setting().wrap(seeded(Net), (Feedforward,)) for _ in range(2))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel, fully_shard
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
@@ -297,7 +297,7 @@ def test_what_a_program_keeps_of_a_window_is_left_to_it(front: bool, way: str, o
 
 def counts(rank: int, world: int, setting: Setting, of: str) -> list[dict[str, int]]:
     """Collectives per microbatch, after a first step."""
-    with setting.doubles(), apart():
+    with setting.doubles(), uncoalesced():
         model = setting.wrap(seeded(Net), (Feedforward,))
         one(model, rank, 0, 0, sync=True)
         counted = []

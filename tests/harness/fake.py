@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - importing it registers the backend "fake"
 
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def fake_world(world: int, rank: int = 0, *, joined: bool = False) -> Iterator[d
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     try:
         assert dist.group.WORLD is not None
-        with nullcontext() if joined else apart():
+        with nullcontext() if joined else uncoalesced():
             yield dist.group.WORLD
     finally:
         dist.destroy_process_group()

@@ -200,8 +200,7 @@ class FlatParam:
     @property
     def has_orig_params(self) -> bool:
         """Whether optimizers see the original parameters."""
-        found: bool = not self._handle.face.is_flat
-        return found
+        return all(holder is not self._handle.flat_param for holder in self._handle.face.holders)
 
     @property
     def is_offloaded(self) -> bool:
@@ -378,7 +377,8 @@ def copies_of_shards(model: Any) -> int:
 def kept_gradient_bytes(model: Any) -> int:
     """The bytes that are kept allocated for gradients of small parameters."""
     faces = [handle.face for each in units_in(model) for handle in each.handles]
-    return sum(face.kept._storage.nbytes() for face in faces if face.kept is not None)
+    kept = [getattr(face, "shown", None) for face in faces]  # of DTensors
+    return sum(each._storage.nbytes() for each in kept if each is not None)
 
 
 def unit(wrapper: Any) -> Unit:

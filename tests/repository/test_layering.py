@@ -396,7 +396,7 @@ def test_one_file_assigns_the_data_of_parameters() -> None:
 
 
 def test_faces_are_asked_no_more() -> None:
-    """Every difference between faces is a method or a value of theirs. [Note: faces] Two questions are left."""
+    """Every difference between faces is a method or a value of theirs. [Note: faces]"""
     face = next(each for each in sources() if each.file == "engine/flat/faces")
     found = {
         each.target.id
@@ -406,7 +406,25 @@ def test_faces_are_asked_no_more() -> None:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
         if isinstance(each.annotation, ast.Name) and each.annotation.id == "bool"
     }
-    assert found <= {"is_flat", "is_distributed", "computes"}
+    assert found <= {"computes"}  # a state
+
+
+def test_only_the_builder_names_faces() -> None:
+    """Other files use their classes for messages alone."""
+    faces = {node.name for source in sources() for node in ast.walk(source.tree) if is_face(node)}
+    assert {"FlatFace", "OriginalFace", "DTensorFace"} < faces
+    found = set()
+    for source in sources():
+        if source.file.startswith("engine/") and not any(map(is_face, ast.walk(source.tree))):
+            nodes = [*ast.walk(source.tree)]
+            for_words = [each.value for each in nodes if isinstance(each, ast.Attribute) and each.attr == "words"]
+            named = [each for each in nodes if isinstance(each, ast.Name) and each.id in faces]
+            found |= {source.file for each in named if each not in for_words}
+    assert found == {"engine/wrapping/build"}
+
+
+def is_face(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and node.name.endswith("Face") and node.name != "Face"
 
 
 # Functions that finish an iteration. The door and the drivers call them; all others use the door. [Note: rest]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 from flatfsdp.engine.state.owned_interval import OwnedInterval
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
@@ -154,7 +154,7 @@ def caught(rank: int, world: int, place: str) -> list[str]:
     """Under settings that are others at the next place."""
     first, second = (some(half, 2, PLACES.index(place)) for half in HALVES)
     twice = partial(program, place=place, earlier=False, twice=True)
-    with apart():  # reductions are under way when a backward fails
+    with uncoalesced():  # reductions are under way when a backward fails
         lines = differences(rank, world, build, twice, units=(Trapped,), under=first, steps=3)
     once = partial(program, place=place, earlier=True)
     return lines + differences(rank, world, build, once, units=(Trapped,), under=second, bound=1e-6)

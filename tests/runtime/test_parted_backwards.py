@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, comm_hooks
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.gradients import RunsBackward, averaged_over_ranks, copied, unlike
@@ -521,7 +521,7 @@ def _stack() -> Stack:
 
 
 def used_on_one_rank(rank: int, world: int, without: str, prefetch: str | None, hooked: bool, joined: bool) -> bool:
-    with nullcontext() if joined else apart():
+    with nullcontext() if joined else uncoalesced():
         model = FullyShardedDataParallel(
             _stack(), auto_wrap_policy={Scaled}, use_orig_params=True, backward_prefetch=prefetch
         )
@@ -584,7 +584,7 @@ def called_twice(rank: int, world: int, left_out: list[tuple[set[int], set[int]]
         (net(_data(each), first) + net(_data(each + world), second)).sum().backward()
 
     nets = [build() for _ in range(world)]
-    with apart():
+    with uncoalesced():
         models = [_wrap(build(), backward_prefetch=prefetch)]
     models.append(_wrap(build(), backward_prefetch=prefetch))
     for _ in range(2):

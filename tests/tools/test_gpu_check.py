@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp.engine.comm.axes import served_as
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 from flatfsdp.engine.transports import staged
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
@@ -337,7 +337,7 @@ def test_copies_on_streams_are_as_few_as_goals_have_them(
     monkeypatch.setattr(staged, "is_ordered", lambda target: True)
     case = Case("small biases", partial(mlp, 3, 1, 128), MLPBlock, 4, 128, 1)
     setting = Setting(case, engine, bf16=True)
-    with fake_world(8), FakeDevice() as device, apart():
+    with fake_world(8), FakeDevice() as device, uncoalesced():
         with served_as(backend):
             training = Training(0, setting)
             training.warm_up()

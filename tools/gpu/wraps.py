@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.base import _dtensor
-from flatfsdp.engine.features.coalescing import apart
+from flatfsdp.engine.features.coalescing import uncoalesced
 
 from .net import Block, Net
 
@@ -44,7 +44,7 @@ def front(*, joined: bool = False, **options: Any) -> Wrap:
         given = {"mesh": _mesh(device, dist.get_world_size()), **options}
         if "across" in given:
             given["mesh"] = _mesh(device, *given.pop("across"))
-        with nullcontext() if joined else apart():
+        with nullcontext() if joined else uncoalesced():
             for block in model.blocks:
                 flatfsdp.fully_shard(block, **given)
             return flatfsdp.fully_shard(model, **given)

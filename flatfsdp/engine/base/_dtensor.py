@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -75,7 +76,7 @@ def locals_of(values: Iterable[Any]) -> list[Any]:
     if module is None:
         return list(values)
     dtensor, every = module.DTensor, list(values)
-    found = {issubclass(each, dtensor) for each in set(map(type, every))}
+    found = set(map(issubclass, set(map(type, every)), repeat(dtensor)))
     if found == {True}:
         return list(map(_LOCAL, every))
     return [value._local_tensor if isinstance(value, dtensor) else value for value in every] if True in found else every

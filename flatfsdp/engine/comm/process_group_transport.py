@@ -176,10 +176,10 @@ def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> No
         _torch.foreach_copy_(targets, sources, non_blocking=is_ordered(targets[0]))
 
 
-def copy_apart(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_unless_there(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """`copy`, but skip sources that are their targets (same address)."""
-    apart = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
-    copy([target for target, _ in apart], [source for _, source in apart])
+    others = [pair for pair in zip(targets, sources, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+    copy([target for target, _ in others], [source for _, source in others])
 
 
 def is_ordered(target: torch.Tensor) -> bool:

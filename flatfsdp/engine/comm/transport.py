@@ -20,7 +20,7 @@ from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream
 from .axes import Axis
 from .comm_stats import CommStats
-from .process_group_transport import ProcessGroupTransport, copy_apart
+from .process_group_transport import ProcessGroupTransport, copy_unless_there
 
 
 class SingleRank(ProcessGroupTransport):
@@ -39,7 +39,7 @@ class SingleRank(ProcessGroupTransport):
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         with stream.running():
-            copy_apart(outputs, shards)
+            copy_unless_there(outputs, shards)
         return stream.pending(*outputs, *shards)
 
     def reduce_scatter_coalesced(

@@ -31,7 +31,7 @@ from ..base.overrides import is_memoryless
 from ..base.wait_limits import blocked
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
-from ..comm.process_group_transport import Several, as_bytes, copy, copy_apart
+from ..comm.process_group_transport import Several, as_bytes, copy, copy_unless_there
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
 from ..transports.pieces import RankPieces, add_up, cut, pieces_of_ranks
@@ -100,7 +100,7 @@ class DeterministicGloo(StagedTransport):
         pieces, group = as_bytes(output).chunk(self.group.size), self.group.process_group
 
         def start() -> PendingWork:
-            copy_apart([pieces[self.group.rank]], [as_bytes(shard)])
+            copy_unless_there([pieces[self.group.rank]], [as_bytes(shard)])
             each = zip(pieces, self.group.ranks, strict=True)
             works = [dist.broadcast(piece, rank, group=group, async_op=True) for piece, rank in each]
             # This rank's own broadcast is waited for last: gloo reports a lost peer to ranks that receive from it, but
@@ -194,7 +194,7 @@ class GlooAllToAll:
         flat = tensor.view(-1)
         pieces = flat.tensor_split(self._world)
         summed = self._scatter(pieces[self._rank], pieces, flat)
-        return PendingWork(work=summed, finish=lambda: self._share(pieces, flat))
+        return PendingWork(work=summed, finish=lambda: self._send_sum(pieces, flat))
 
     def _scatter(self, output: torch.Tensor, pieces: Sequence[torch.Tensor], full: torch.Tensor) -> PendingWork:
         """Sum this rank's piece of `full` into `output`, which may be that piece itself."""
@@ -216,7 +216,7 @@ class GlooAllToAll:
 
         return PendingWork(work=work, keep=(output, outgoing, arrived, full), finish=finish)
 
-    def _share(self, pieces: Sequence[torch.Tensor], full: torch.Tensor) -> None:
+    def _send_sum(self, pieces: Sequence[torch.Tensor], full: torch.Tensor) -> None:
         """Send this rank's piece of `full` to all others, and receive theirs, blocking."""
         rank, own = self._rank, pieces[self._rank]
         arrived = self._of_others(pieces, full)
@@ -268,15 +268,16 @@ class SimulatedExchange(GlooAllToAll):
     def all_reduce(self, tensor: torch.Tensor) -> PendingWork:
         mine = tensor.numel() // self._world + (self._rank < tensor.numel() % self._world)
 
-        def share() -> None:
+        def send_sum() -> None:
             self._comm_stats.issued += 1
             self._hold(tensor, mine, copies=mine if self._world > 2 else 0)()
 
         summed = PendingWork(finish=self._hold(tensor, mine, copies=mine))
-        return PendingWork(work=summed, finish=share)
+        return PendingWork(work=summed, finish=send_sum)
 
     def _hold(self, full: torch.Tensor, mine: int, *, copies: int) -> Callable[[], None]:
-        """Count scratch for the others' pieces of `full`, if they are apart, and for one of `copies` elements each."""
+        """Count scratch for the others' pieces of `full`, if this rank lies between them, and for `copies` elements of
+        each."""
         others = full.numel() - mine if self._is_between else 0
         return self._tracker.allocate("exchange", (others + copies * (self._world - 1)) * full.element_size())
 

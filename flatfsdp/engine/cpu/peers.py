@@ -33,7 +33,7 @@ NAME, SECRET, REASON = 16, 32, 160  # bytes
 SECONDS = 20.0  # limit of the wait for another rank's connection
 BACKLOG = 4096  # connections, also of foreign processes, that may wait to be accepted
 NOBODY = "no connection from ranks"
-APART = ", or in containers that do not share a network namespace, or some of which may not read /proc"
+OR_CONTAINERS = ", or in containers that do not share a network namespace, or some of which may not read /proc"
 _HANDSHAKE = struct.Struct(f"=I{SECRET}s")
 
 
@@ -94,7 +94,7 @@ def connect_peers(
         if why := _first_reason(answers):
             return [], why
         if len({payload[NAME + SECRET :] for payload, _ in answers}) > 1:
-            return [], f"the ranks are on several hosts{APART}"
+            return [], f"the ranks are on several hosts{OR_CONTAINERS}"
         assert listener is not None
         names = [payload[:NAME] for payload, _ in answers]
         keys = [payload[NAME : NAME + SECRET] for payload, _ in answers]

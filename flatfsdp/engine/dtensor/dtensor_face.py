@@ -1,15 +1,23 @@
-"""Parameters that are DTensors of rows between iterations: the form in which `fully_shard` shows flat parameters."""
+"""Parameters that are DTensors of rows between iterations: the form in which `fully_shard` shows flat parameters.
+
+[Note: assigned data] torch's setter changes a DTensor's outer tensor and leaves its local tensor as it was, so that the
+statement does nothing. Programs that put weights back (moving averages, sharpness-aware steps, learning-rate finders)
+use it. From the first sharded parameter on, the setter of DTensors also sets the local tensor of parameters that are
+sharded here, and of other DTensors on their meshes, such as gradients. A parameter's value goes to the shard where it
+is next used, as that of any other replaced tensor. DTensors of other engines keep torch's setter.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, count
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,14 +25,13 @@ from torch import nn
 from ...errors import UsageError
 from ..base import _dtensor, _torch
 from ..base.overrides import is_memoryless
-from ..flat.apart_face import ApartFace
 from ..flat.faces import FaceWords, Sums, adoptions, assign_grad, set_own_grad
 from ..flat.layout_views import ShardViews
+from ..flat.paired_face import PairedFace
 from ..flat.write_tracker import FlatParameter
 from ..layout.layout import FlatLayout, ParamSpec
 from ..planning.rows import pack_rows
-from .data_assignment import follow
-from .gather_hooks import GatherHooks, hollow, inner_of
+from .gather_hooks import GatherHooks, has_gather_hooks, hollow, inner_of
 from .holder_classes import mark
 from .kept_gradients import KeptGradients
 from .specs import spec_at_rest
@@ -98,7 +105,7 @@ class _Rows:
         made = self._specs.get(dtype)
         if made is None:
             made = self._specs[dtype] = spec_at_rest(self._mesh, self._whole, self._dim, dtype, self._stored)
-            follow(made, self)
+            _follow(made, self)
         return made
 
     def local(self, piece: torch.Tensor) -> torch.Tensor:
@@ -117,7 +124,7 @@ class _Rows:
         is not a plain one."""
         if self.kept is not None:
             return self.kept
-        local = self.local(_apart(piece))
+        local = self.local(_in_own_storage(piece))
         return local if self.hooks is None else self.hooks.around(local)
 
     @property
@@ -173,7 +180,7 @@ class _Rows:
         )
 
 
-def _apart(piece: torch.Tensor) -> torch.Tensor:
+def _in_own_storage(piece: torch.Tensor) -> torch.Tensor:
     """The memory of `piece`, a view of the shard, as a tensor whose storage is these bytes alone. A DTensor has its
     local tensor's offset: torch pickles and copies none with an offset, and writes whole storages to files.
 
@@ -185,7 +192,7 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
     return piece.narrow(0, 0, 0).set_(own, 0, piece.shape, piece.stride())
 
 
-class DTensorFace(ApartFace):
+class DTensorFace(PairedFace):
     """One `Parameter` that is a DTensor for each leaf: this rank's rows, in memory of the shard. [Note: faces]
 
     Holders are made once. A user's replacement for one (`load_state_dict(assign=True)`, `swap_tensors`) becomes a
@@ -203,7 +210,6 @@ class DTensorFace(ApartFace):
             "after wrapping"
         ),
     )
-    is_distributed = True
 
     def __init__(
         self,
@@ -215,19 +221,20 @@ class DTensorFace(ApartFace):
         hooks: Sequence[GatherHooks | None],
     ) -> None:
         super().__init__(leaves, [])
-        self.originals = leaves
+        self.originals, self.present = leaves, range(len(leaves))
+        self.swappable = self.holders
         specs = zip(layout.params, stored, hooks, strict=True)
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]
         self._shapes = [rows.shape for rows in self._rows]
         self._folded = [i for i, shape in enumerate(self._shapes) if shape != ()]
         self._specs: dict[torch.dtype, list[Any]] = {}
-        self.kept: KeptGradients | None = None
+        self.shown: KeptGradients | None = None
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
-        self._at_rest, self.kept = at_rest, None
+        self._at_rest, self.shown, self.release = at_rest, None, None
         with torch.no_grad():
             for i, (rows, view) in enumerate(zip(self._rows, at_rest.views, strict=True)):
                 local, spec = rows.held(view), rows.spec(shard.dtype)
@@ -247,9 +254,9 @@ class DTensorFace(ApartFace):
         self._locals = list(map(_LOCAL, self.holders))
         # An operation on a DTensor increments its own version, one on its local tensor the shard's; except for local
         # tensors of another class, which have the shard inside.
-        apart = [local for local, rows in zip(self._locals, self._rows, strict=True) if rows.hooks is not None]
+        inside = [local for local, rows in zip(self._locals, self._rows, strict=True) if rows.hooks is not None]
         kept = [inner for rows in self._rows if rows.kept is not None for inner in inner_of(rows.kept)]
-        self.counters[:] = [*self.holders, *apart, *kept]
+        self.counters[:] = [*self.holders, *inside, *kept]
 
     def replaced(self) -> list[int]:
         others = map(is_not, map(_LOCAL, self.holders), self._locals)
@@ -318,15 +325,17 @@ class DTensorFace(ApartFace):
             holders, fits = self.holders, total.dtype == self.holders[0].dtype
             have_none = list(map(_GRAD, holders)).count(None) == len(holders)
             if fits and have_none:
-                kept = self.kept
+                kept = self.shown
                 if kept is None or kept.trained != trained:
-                    kept = self.kept = self._new_kept(total, trained, specs)
+                    kept, self.release = self._new_kept(total, trained, specs), None
+                    self.shown = kept
                 if kept is not None:
                     if (made := kept.show(total)) is not None:
+                        self.release = kept.release
                         shown = holders if kept.is_whole else [holders[i] for i in kept.indices]
                         deque(map(set_own_grad, shown, made), 0)
                         return []
-                    self.kept = None
+                    self.shown = self.release = None
             new, fresh = self._locals_of(total, trained)  # parameters with gradients, and their local tensors
             sums: Sums = []
             if not have_none:
@@ -350,7 +359,7 @@ class DTensorFace(ApartFace):
     def _locals_of(self, total: torch.Tensor, trained: frozenset[int]) -> tuple[list[int], list[torch.Tensor]]:
         """The indices of `trained` parameters, and their local tensors, views of `total`, in their shapes."""
         rows, folded = self._rows, self._folded
-        new, shown = self._at_rest.pieces_of(total)
+        new, shown = self._at_rest.present_in(total)
         if self._without or len(trained) < len(rows):
             pairs = [(i, piece) for i, piece in zip(new, shown, strict=True) if i in trained and rows[i].numel]
             # Also empty ones: computations with a gradient are collective.
@@ -365,3 +374,74 @@ class DTensorFace(ApartFace):
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
         made = self._specs[dtype] = [rows.spec(dtype) for rows in self._rows]
         return made
+
+
+# -- assigned data -----------------------------------------------------------------------------------------------------
+
+_TORCHS: Any = torch.Tensor.data
+
+# The owners of specs by the ids of these, which they keep; and the meshes of all of them.
+_owners: weakref.WeakValueDictionary[int, _Rows] = weakref.WeakValueDictionary()
+_meshes: set[Any] = set()
+
+
+def _follow(spec: Any, owner: _Rows) -> None:
+    """Let assignments to the `.data` of DTensors with this spec take effect, for as long as `owner` lives, which keeps
+    the spec."""
+    dtensor_class = _dtensor.dtensor_type()
+    if "data" not in vars(dtensor_class):
+        dtensor_class.data = property(_TORCHS.__get__, _assign, _TORCHS.__delete__)
+    _owners[id(spec)] = owner
+    _meshes.add(spec.mesh)
+
+
+def _assign(this: Any, value: Any) -> None:
+    spec = _dtensor.spec_of(this)
+    owner = _owners.get(id(spec))
+    if owner is None and (isinstance(this, nn.Parameter) or spec.mesh not in _meshes):
+        _TORCHS.__set__(this, value)
+        return
+    what = "the .data of a DTensor" if owner is None else f"the .data of {owner.name!r}, or of its gradient,"
+    held = _dtensor.local_of(this)
+    local = _local_of(value, spec, held, what)
+    if (local.dtype, local.device) != (held.dtype, held.device):
+        remedy = "; call to_empty(device=...) of the model first to allocate memory" if held.is_meta else ""
+        raise UsageError(
+            f"{what} was replaced by a tensor of {local.dtype} on {local.device}; expected {held.dtype} on "
+            f"{held.device}. Convert the value, or convert the whole model with its .to(){remedy}"
+        )
+    elsewhere = has_gather_hooks(held) or local.data_ptr() != held.data_ptr() or local.stride() != held.stride()
+    if elsewhere or not local.numel():
+        _dtensor.set_local(this, local, spec)
+
+
+def _local_of(value: Any, spec: Any, held: torch.Tensor, what: str) -> torch.Tensor:
+    """This rank's local tensor of `value`, without communication."""
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{what} was replaced by a {type(value).__name__}; expected a tensor")
+    value = value.detach()
+    if _dtensor.is_dtensor(value):
+        other = _dtensor.spec_of(value)
+        local = _dtensor.local_of(value)
+        if value.shape != spec.shape or other.mesh != spec.mesh:
+            _refuse(value, spec, held, what)
+        if other.placements == spec.placements:
+            return local if local.shape == held.shape else _refuse(value, spec, held, what)
+        if not all(each.is_replicate() for each in other.placements):
+            _refuse(value, spec, held, what)
+        value = local
+    if value.shape == spec.shape:
+        value = _dtensor.local_of(_dtensor.split_alike(value, spec))
+    return value if value.shape == held.shape else _refuse(value, spec, held, what)
+
+
+def _refuse(value: torch.Tensor, spec: Any, held: torch.Tensor, what: str) -> NoReturn:
+    found = f"a tensor of shape {tuple(value.shape)}"
+    if _dtensor.is_dtensor(value):
+        other = _dtensor.spec_of(value)
+        found = f"a DTensor of shape {tuple(value.shape)} with placements {other.placements} on {other.mesh}"
+    raise UsageError(
+        f"{what} was replaced by {found}; expected the full value of shape {tuple(spec.shape)}, from which each rank "
+        f"takes its part, this rank's part of shape {tuple(held.shape)}, or a DTensor with placements "
+        f"{spec.placements} on {spec.mesh}"
+    )

@@ -16,6 +16,7 @@ from torch import nn
 from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, TrainingState, check_bool
 from ...errors import ConfigValueError, UsageError
 from ..config.arguments import member
+from ..flat.faces import fact_of
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import IDLE, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_UNSHARDED
@@ -242,7 +243,7 @@ class FSDP1Names:
     def _use_orig_params(self) -> bool:
         # A wrapper without parameters reports the others' value: all wrappers of an FSDP1 model agree.
         units = [self._unit, *model_of(self._unit).units]
-        return next((not handle.face.is_flat for unit in units for handle in unit.handles), False)
+        return fact_of(handle.face for unit in units for handle in unit.handles)[1] == str(True)
 
     _device_mesh = property(attrgetter("_unit.built.device_mesh"))
     _use_full_prec_in_eval = property(attrgetter("_unit.built.mixed_precision.full_precision_in_eval"))

@@ -27,7 +27,7 @@ from ...api import check_bool
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
 from ..agreement.agreement import agreement_of
 from ..base import _torch
-from ..base._dtensor import is_dtensor
+from ..base._dtensor import is_dtensor, locals_of
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
 from ..flat.states import SUMMONED
@@ -42,6 +42,7 @@ from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
 
 Grads = list[torch.Tensor]
+_GRAD = attrgetter("grad")
 COMPARED = 16  # different limits of the norm that ranks compare, of each model: a new one takes an exchange
 
 _limits: weakref.WeakKeyDictionary[Model, set[float]] = weakref.WeakKeyDictionary()  # compared so far
@@ -101,6 +102,7 @@ class _Gradients(NamedTuple):
         """The gradients of the `chosen` parameters, by their ids, in units of `models` or outside of them."""
         found = cls({}, [], set(), set())
         managed: set[int] = set()
+        own_grads = dict(zip(chosen, locals_of(map(_GRAD, chosen.values())), strict=True))
         spread = [(unit, axes) for model in models for axes in [norm_axes(model.setup.units)] for unit in model.units]
         for unit, axes_of in spread:
             for kind, handle in enumerate(unit.handles):
@@ -119,8 +121,7 @@ class _Gradients(NamedTuple):
                 if own:
                     key = (own[0].group.process_group,) if len(own) == 1 else tuple(a.group.process_group for a in own)
                     grads = found.sharded.setdefault(key, (own, []))[1]
-                present = [p.grad for p in handle.face.holders if id(p) in chosen and p.grad is not None]
-                grads.extend(map(handle.face.local_of, present) if handle.face.is_distributed else present)
+                grads.extend([grad for p in handle.face.holders if (grad := own_grads.get(id(p))) is not None])
         found.add_whole(p.grad for key, p in chosen.items() if key not in managed and p.grad is not None)
         return found
 
@@ -382,7 +383,7 @@ def _owners() -> dict[int, _Owner]:
         for model in registry.models
         for unit in model.units
         for handle in unit.handles
-        if not handle.face.is_distributed
+        if not is_dtensor(handle.face.holders[0])
         for listed, holders in ((handle.face.holders,) * 2, (handle.leaves, handle.face.graded))
         for each, holder in zip(listed, holders, strict=False)
     }

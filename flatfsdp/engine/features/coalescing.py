@@ -22,15 +22,15 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.reduction import Reduction, ReductionInput
 from ..flat.sources import UnshardedParam, UnshardSource
 from ..runtime.unit import Unit
-from ..runtime.unit_collectives import Apart, inputs_of
+from ..runtime.unit_collectives import UnitCollectives, inputs_of
 
 U = TypeVar("U")
 
 REMEMBERED = 64  # cached sequences of units
 
-_apart = Override(False)
+_uncoalesced = Override(False)
 # Inside, models are wrapped without coalescing: for tests of each unit's own collectives.
-apart = functools.partial(_apart.being, True)
+uncoalesced = functools.partial(_uncoalesced.being, True)
 
 
 class CoalescedSource(UnshardSource):
@@ -44,7 +44,7 @@ class CoalescedSource(UnshardSource):
         return DONE
 
 
-class Coalescer(Apart):
+class Coalescer(UnitCollectives):
     """The groups of units of a model that share their collectives, and these collectives."""
 
     def __init__(self, *, most: int) -> None:
@@ -160,9 +160,9 @@ class Coalescer(Apart):
         ]
 
 
-def coalescer_for(*, most: int) -> Apart:
-    """The groups of units of a new model; `most`: as for `Coalescer`, or 0 for units that are all apart."""
-    return Coalescer(most=most) if most and not _apart.value else Apart()
+def coalescer_for(*, most: int) -> UnitCollectives:
+    """The groups of units of a new model; `most`: as for `Coalescer`, or 0 for units that are never in a group."""
+    return Coalescer(most=most) if most and not _uncoalesced.value else UnitCollectives()
 
 
 def _unsharded_bytes(handle: FlatParamHandle) -> int:

@@ -97,10 +97,10 @@ def _can_finish_later(unit: Unit) -> bool:
     """Whether the reductions of `unit` may finish after the backward: only reads of `.grad` depend on them."""
     if unit.options.comm_hook is not None or hooks.user_hooked((*steppable_of(unit), *unit.trainable_leaves())):
         return False
-    return all(map(_arrive_apart, [grads for grads in unit.grads if grads.reducing]))
+    return all(map(_arrive_unfinished, [grads for grads in unit.grads if grads.reducing]))
 
 
-def _arrive_apart(grads: Gradients) -> bool:
+def _arrive_unfinished(grads: Gradients) -> bool:
     """Whether the pending reduction can become `.grad` before it is finished."""
     handle = grads.handle
     if len(grads.reducing) != 1 or grads.accumulation.partial is not None or not grads.completes:

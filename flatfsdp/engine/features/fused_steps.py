@@ -158,12 +158,12 @@ class _FusedRun:
 
     def _put(self, name: str, states: States) -> None:
         value = self.state[name]
-        shares: Iterable[Any] = repeat(value, len(self.members))
+        values: Iterable[Any] = repeat(value, len(self.members))
         if _is_number(value):
             self.counts[name] = value.expand(len(self.members)).clone()
-            shares = self.counts[name].unbind()
+            values = self.counts[name].unbind()
         elif isinstance(value, torch.Tensor) and value.shape == self.tensor.shape:
-            shares = map(_like, self._split(value), self.members)
+            values = map(_like, self._split(value), self.members)
         elif not isinstance(value, _PLAIN):
             found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise UsageError(
@@ -171,12 +171,12 @@ class _FusedRun:
                 f"{len(self.members)} parameters; expected a number, or a tensor with one element for each of them. It "
                 "cannot step on several parameters at once: do not use fuse_optimizer_steps() with it"
             )
-        for each, share in zip(self.members, shares, strict=True):
-            states[each][name] = share
+        for each, own in zip(self.members, values, strict=True):
+            states[each][name] = own
         self._published[name] = value
 
     def _split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The members' shares of `value`, which is shaped like `tensor`, as views."""
+        """The members' elements of `value`, which is shaped like `tensor`, as views."""
         offset = value.storage_offset()
         return [value.as_strided(shape, stride, offset + start) for shape, stride, start in self._extents]
 
@@ -196,7 +196,7 @@ class _Plan:
         mixed |= {number for number, alone in enumerate(self._alone) if any(map(_dtensor.is_dtensor, alone))}
         self.runs: list[_FusedRun] = []
         for run, handle in found:
-            if len(run.members) > 1 if not handle.face.is_distributed else run.group not in mixed:
+            if run.group not in mixed if _dtensor.is_dtensor(run.members[0]) else len(run.members) > 1:
                 self.runs.append(run)
                 run.join(handle.shard, optimizer.state)
             else:
@@ -400,7 +400,7 @@ def _find_runs(
         for each in group["params"]:
             unit = registry.owner_of(each) if id(each) not in owners else None
             for handle in unit.handles if unit is not None else ():
-                if handle.gathers_elements and not handle.face.is_flat:
+                if handle.gathers_elements:
                     owners |= {id(holder): (handle, i) for i, holder in enumerate(handle.face.holders)}
             if id(each) not in owners or not (each.numel() or _dtensor.is_dtensor(each)):
                 alone[number].append(each)

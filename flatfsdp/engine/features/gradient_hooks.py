@@ -116,7 +116,7 @@ class GradientHooks(Observer):
                 face = handle.face
                 as_of = RemovableHandle.next_id, adoptions.count
                 if self._unhooked_as_of.get(handle) != as_of and self._holders_have_hooks(handle):
-                    hooks.run_hooks(face.apart)
+                    hooks.run_hooks(face.distinct)
                 if sum(map(len, watched.values())) > len(watched):
                     hooks.run_user_hooks(handle.leaves, [*map(face.holder_of, range(len(handle.leaves)))])
             for handle in complete if self.expects_gradients else ():
@@ -132,7 +132,7 @@ class GradientHooks(Observer):
 
     def _holders_have_hooks(self, handle: FlatParamHandle) -> bool:
         """Whether holders that are no leaves have hooks, of either kind; if not, when that was found is recorded."""
-        holders = handle.face.apart
+        holders = handle.face.distinct
         with _torch.as_plain_tensors():
             found = hooks.users_have_hooked(holders) or any(map(_torch.hooks_on, holders))
         if not found:
@@ -174,7 +174,7 @@ class GradientHooks(Observer):
         handles, leaves = [handle for unit in units for handle in unit.handles], []
         for handle in handles:
             leaves += handle.leaves
-            leaves += handle.face.apart
+            leaves += handle.face.distinct
         with _torch.as_plain_tensors():
             counts = list(map(_torch.use_count, leaves))
             found = hooks.held_nodes(leaves, counts) if max(counts, default=2) > 1 else {}
@@ -192,8 +192,8 @@ class GradientHooks(Observer):
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
         face, specs = handle.face, zip(handle.leaves, handle.layout.params, strict=True)
-        apart = [(holder, face.name_of_holder(i)) for i, holder in enumerate(face.apart)]
-        for leaf, name in [*apart, *((leaf, repr(spec.name)) for leaf, spec in specs)]:
+        distinct = [(holder, face.name_of_holder(i)) for i, holder in enumerate(face.distinct)]
+        for leaf, name in [*distinct, *((leaf, repr(spec.name)) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
             held = HeldAccumulator(leaf, node, name)

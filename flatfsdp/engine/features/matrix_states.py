@@ -113,7 +113,7 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
             arrived = arrived[span.numel :]
     for slot, state in pieces.items():
         states.pop(slot.parameter, None)
-        if slot.own().numel() or slot.handle.face.is_distributed:
+        if slot.index in slot.handle.face.present:
             shaped = {n for i, each in found.items() if entries[i].slot is slot for n in each if _is_shaped(each[n])}
             states[slot.parameter] = {
                 name: _like_holder(slot, value) if name in shaped else value_of(value) for name, value in state.items()
@@ -259,7 +259,7 @@ def _flat(value: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def _like_holder(slot: Slot, piece: torch.Tensor) -> torch.Tensor:
-    if slot.handle.face.is_distributed:
+    if _dtensor.is_dtensor(slot.parameter):
         return slot.handle.face.like_holder((slot.index,), piece)
     local = slot.handle.face.local_of(slot.parameter)
     return piece.as_strided(local.shape, local.stride())

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
+from ..base._dtensor import is_dtensor
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
@@ -160,7 +161,7 @@ class MatrixSteps:
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         """A hook: states of distributed tensors are distributed tensors in a state dict."""
-        if any(slot.handle.face.is_distributed for slot, _ in _managed(optimizer)):
+        if any(is_dtensor(slot.parameter) for slot, _ in _managed(optimizer)):
             self.to_shards()
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
@@ -336,7 +337,7 @@ def _check_place(slot: Slot) -> None:
             "parameters): its shards do not make the matrix. Give it to an element-wise optimizer"
         )
     local = handle.face.local_of(slot.parameter)
-    if handle.face.is_distributed and type(local) is not torch.Tensor:
+    if is_dtensor(slot.parameter) and type(local) is not torch.Tensor:
         raise UsageError(f"matrix_steps: the rows of {slot.name} are a {type(local).__name__}, not a plain tensor")
     here = local.device
     if here.type != handle.device.type:

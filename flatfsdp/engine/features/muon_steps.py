@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..base._dtensor import is_dtensor
 from ..base._torch import muon_functions
 from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import Span
@@ -49,7 +50,7 @@ class MuonSteps:
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Make the momentum of distributed tensors of which this rank has no elements, too: it is one of the whole."""
         for slot in {entry.slot: None for entry in entries}:
-            if slot.handle.face.is_distributed:
+            if is_dtensor(slot.parameter):
                 self._momentum_of(slot)
 
     def begin(self, entry: Entry, span: Span) -> Sequence[torch.Tensor]:

@@ -24,7 +24,6 @@ from ...errors import few, one_rank_warns, warn_once
 from ..agreement.agreement import agreement_of
 from ..base.events import Observer
 from ..base.fqns import fqn
-from ..flat.faces import FlatFace
 from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import flat_name
 from ..guards.optimizer_hooks import looking
@@ -44,9 +43,9 @@ class _ParamSnapshot:
         self._sample = self._elements()
 
     @property
-    def is_flat(self) -> bool:
-        """Whether they are one flat parameter."""
-        return self._handle.face.is_flat
+    def unnamed(self) -> str:
+        """Why a search for parameters by their names finds none of them; "" if it does."""
+        return self._handle.face.words.names
 
     def is_in(self, held: set[int]) -> bool:
         """Whether an optimizer whose parameters have the ids `held` steps on any of them."""
@@ -113,14 +112,14 @@ class UnsteppedCheck(Observer):
         held = _held_by(each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
         left = [each for each in unchanged if not each.is_in(held)]
         whole = len(left) == len(self._before)
-        left = [each for each in left if whole or each.is_flat]
+        left = [each for each in left if whole or each.unnamed]
         if not left:
             return
         names = few([each.name for each in left])
         cause = "Pass parameters to the optimizer that were taken from model.named_parameters() after wrapping"
-        if any(each.is_flat for each in left):
+        if why := next((each.unnamed for each in left if each.unnamed), ""):
             cause = (
-                f"The names of flat parameters end in '_flat_param' ({names}), {FlatFace.words.names}. Only "
+                f"The names of flat parameters end in '_flat_param' ({names}), {why}. Only "
                 "parameters() of a wrapped module returns its flat parameter; modules inside of it do not"
             )
         with one_rank_warns(this_rank=agreement_of(model.agreement).peers.is_first):

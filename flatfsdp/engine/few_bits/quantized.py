@@ -157,7 +157,7 @@ class QuantizedTransport(StagedTransport):
             encode(slices[2], outgoing[rank:])
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
-        def share() -> None:
+        def send_sum() -> None:
             self._add_up(mine, incoming, mine)
             encode(slices[1], outgoing[:1])
             outgoing[1:] = outgoing[0]
@@ -173,7 +173,7 @@ class QuantizedTransport(StagedTransport):
             sent.free()
             arrived.free()
 
-        return followed(arriving, stream, share, tensor)
+        return followed(arriving, stream, send_sum, tensor)
 
     def compensated(self, residuals: Sequence[Residuals]) -> QuantizedTransport:
         """A copy with these `residuals`, for the reduction of one flat gradient or of several joined ones."""

@@ -2,14 +2,14 @@
 
 [Note: faces] Inside a forward and a backward, modules compute with the *leaves*, and autograd accumulates gradients in
 them. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and whose `.grad` is
-the reduced gradient. They are the user's own parameters, each with its piece of the shard, one flat parameter for all
-of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and no other file tests
-the class of a face: every difference is a method or an attribute here (two are questions: `is_flat`, `is_distributed`).
+the reduced gradient. They are the user's own parameters, each this rank's piece of what it was, one flat parameter for
+all of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and no other file
+asks which face it has: every difference is a method here, or a value that the other file uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NoReturn, Protocol
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..layout.layout import FlatLayout, ParamSpec
+from ..layout.layout import FlatLayout, ParamSpec, Span
 from .layout_views import ShardViews, shard_of
 from .param_refs import Listed, ParamRef
 from .states import Left
@@ -54,19 +54,6 @@ class FaceWords:
         return f", or {self.remedy}" if self.remedy else ""
 
 
-class Keeps(Protocol):
-    """Memory kept from gradients that were shown, for showing the next ones.
-
-    Attributes:
-        shows: whether current gradients use the memory.
-    """
-
-    shows: bool
-
-    def release(self) -> bool:
-        """Release the memory if users have dropped all of the gradients; returns whether they have."""
-
-
 class Face(Protocol):
     """The form of one handle's parameters at rest. [Note: faces]
 
@@ -78,44 +65,47 @@ class Face(Protocol):
         holders: the parameters that modules list and optimizers step on, the same objects for as long as the handle
             lives, unless a user replaces one of them.
         words: for messages.
-        apart: the holders that are other objects than the leaves: all, or none.
-        is_flat: whether one holder has all of the shard, so that an optimizer has one state for it.
+        distinct: the holders that are other objects than the leaves: all, or none.
         leaves: the leaves.
         originals: the parameters for which the face was made, the user's: they show whole parameters while users have
             these (`summon_full_params()`).
-        private: the leaves that users do not have: all, or none. [Note: two lives]
+        private: the leaves whose `.grad` is that of their holders while no unit computes with them ([Note: two lives]):
+            all, or none.
         graded: those of `originals` that have a `.grad` of their own: all, or none.
-        pieces: the holders that show their pieces of the shard as views of it, if any do.
+        showing: the holders that are views of the shard, if any are.
         refusing: the holders that a guard lets refuse to be used from a forward to the end of its backward.
         computes: whether modules hold the leaves instead of other holders now.
-        is_distributed: whether holders are distributed tensors of whole parameters. Torch's own functions see whole
-            parameters (norms, state dicts), and every rank has each gradient.
+        swappable: the holders that users may swap with other objects, so that nobody may refer to them, not even
+            weakly: all, or none.
+        present: the leaves whose holders have a gradient on this rank, if any rank has one.
+        gaps: the padding of the unsharded form to which users can write.
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
-            the same list.
-        kept: memory to release when a forward or a backward begins, if any.
-        flat_ref: of a flat face: where a module has the flat parameter.
+            the same list. If there are any, writes to the `.data` of holders change no version.
+        release: where gradients have memory that is kept for the next ones: releases it, if users have dropped them;
+            returns whether they have. Called when a forward or a backward begins.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
         flagged: for each leaf, the object on which users set `requires_grad` now, which others follow later.
     """
 
     holders: list[nn.Parameter]
     words: FaceWords
-    apart: Sequence[nn.Parameter] = ()
-    is_flat: bool = False
-    is_distributed: bool = False
+    distinct: Sequence[nn.Parameter] = ()
     leaves: Sequence[nn.Parameter]
     originals: Sequence[nn.Parameter]
     private: Sequence[nn.Parameter] = ()
     graded: Sequence[nn.Parameter] = ()
-    pieces: Sequence[nn.Parameter] = ()
+    showing: Sequence[nn.Parameter] = ()
     refusing: Sequence[nn.Parameter] = ()
     computes: bool = False
+    swappable: Sequence[nn.Parameter] = ()
+    present: Container[int]
+    gaps: Sequence[Span] = ()
     counters: list[torch.Tensor]
-    kept: Keeps | None = None
-    flat_ref: ParamRef | None = None
+    release: Callable[[], bool] | None = None
     flags: tuple[bool, ...] | None = None
     flagged: Sequence[nn.Parameter]
     _at_rest: ShardViews
+    _dtype: torch.dtype
 
     def holder_of(self, index: int) -> nn.Parameter:
         """The parameter that an optimizer steps on in order to step on that leaf."""
@@ -136,6 +126,11 @@ class Face(Protocol):
     def check_copied(self, what: str) -> None:
         """Refuse a unit whose unsharded form becomes a copy of the shard, by `what`, if holders are its leaves."""
         return
+
+    def list_in(self, module: nn.Module, name: str) -> list[ParamRef]:
+        """Let `module` list, under `name`, a holder that stands in the place of no leaf, if there is one. Returns its
+        place."""
+        return []
 
     def put(self, param_ref: ParamRef) -> None:
         """Let a module hold, in the place `param_ref` of a leaf or of a flat parameter, the parameter for that place at
@@ -170,8 +165,8 @@ class Face(Protocol):
         return
 
     def replaced(self) -> list[int]:
-        """The leaves whose holders should show their piece of the shard but do not: the user replaced their memory.
-        Called at rest; those that are in `pieces` are left out."""
+        """The leaves whose holders, if they are `swappable`, do not show the shard: the user replaced
+        their memory. Called at rest."""
         return []
 
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:
@@ -185,7 +180,8 @@ class Face(Protocol):
 
     def adopt(self, index: int, held: nn.Parameter) -> bool:
         """Let `held`, a user's replacement for a holder whose value is in the shard already, show the shard from now
-        on, if it can be a holder; then `holder_of(index)` returns it. Returns whether it may be one."""
+        on, if it can be a holder; then `holder_of(index)` returns it. Returns False if an optimizer that has taken it
+        for one would never update it."""
         return False
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
@@ -202,9 +198,26 @@ class Face(Protocol):
         of `like_holder` if each holder has one leaf."""
         return value
 
+    def elements_of(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """The elements that the holder of this leaf has, of `flat`, laid out like the shard; a view, or `flat`."""
+        return self._at_rest.view_of(flat, index)
+
+    def elements_in(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        """This leaf's own of such `elements`."""
+        return elements
+
+    def joined(self, elements: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor laid out like the shard with such `elements`, by leaf, and zeros for other holders; themselves, if
+        they are all of it."""
+        flat = self._at_rest.zeros(dtype)
+        for index, each in elements.items():
+            self._at_rest.view_of(flat, index).copy_(each)
+        return flat
+
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         """Use `shard` as the handle's from now on (also at first), maybe with a new dtype or device; `at_rest`
         has its views. Precondition: holders have no `.grad`. Postcondition: they show the shard."""
+        self._at_rest, self._dtype, self.present = at_rest, shard.dtype, frozenset(at_rest.present)
 
     def follow_requires_grad(self) -> None:
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
@@ -222,8 +235,9 @@ class Face(Protocol):
         return
 
     def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
-        """The `.grad` of each leaf's piece of the shard, in the shape of `ShardViews.views_of`; [] if no leaf has
+        """The `.grad` of this rank's piece of each leaf, in the shape of `ShardViews.views_of`; [] if no leaf has
         one."""
+        return [holder.grad for holder in self.holders]
 
     def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
         """Make `total`, of shape (shard_numel,), the `.grad` of the holders of `trained` leaves; if a holder has a
@@ -232,14 +246,28 @@ class Face(Protocol):
         `taken`: the `.grad` of leaves that was taken away before the backward; it is restored. The gradients own the
         memory of `total` afterwards.
         """
+        if taken:
+            self.give_grads(taken)
+        holders, fits = self.holders, total.dtype == self._dtype
+        sums = []
+        for i, grad in zip(*self._at_rest.present_in(total), strict=True):
+            if i not in trained:
+                continue
+            if (old := holders[i].grad) is not None:
+                sums.append((old, grad))
+            elif fits:
+                holders[i].grad = grad
+            else:
+                assign_grad(holders[i], grad)
+        return sums
 
-    def window_shares(
+    def window_pieces(
         self, flat: torch.Tensor, awaited: frozenset[int]
     ) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
-        """For unsharded gradients `flat`, 1-D and padded: each holder of `awaited` leaves, this rank's part of its
-        gradient, and the leaves of that part. [Note: marks]"""
-        shares = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
-        return [(holder, share, (i,)) for i, (holder, share) in shares if i in awaited]
+        """For unsharded gradients `flat`, 1-D and padded: each holder of `awaited` leaves, this rank's piece of its
+        gradient, and the leaves of that. [Note: marks]"""
+        pieces = enumerate(zip(self.holders, self._at_rest.views_in(flat), strict=True))
+        return [(holder, piece, (i,)) for i, (holder, piece) in pieces if i in awaited]
 
 
 class _Adoptions:
@@ -269,7 +297,7 @@ class FaceMaker(Protocol):
 
 
 class OriginalFace(Face):
-    """`use_orig_params=True`: the holders are the leaves themselves, each with its piece of the shard."""
+    """`use_orig_params=True`: the holders are the leaves themselves, of which this rank has the whole."""
 
     words = FaceWords(
         "use_orig_params",
@@ -285,7 +313,7 @@ class OriginalFace(Face):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
-        self.leaves = self.flagged = self.originals = self.graded = self.pieces = self.holders
+        self.leaves = self.flagged = self.originals = self.graded = self.showing = self.holders
 
     def check_copied(self, what: str) -> None:
         raise UsageError(
@@ -296,9 +324,6 @@ class OriginalFace(Face):
     def put(self, param_ref: ParamRef) -> None:
         param_ref.register()
 
-    def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
-        self._at_rest, self._dtype = at_rest, shard.dtype
-
     def take_grads(self) -> Mapping[int, torch.Tensor]:
         taken = {i: leaf.grad for i, leaf in enumerate(self.holders) if leaf.grad is not None}
         for i in taken:
@@ -308,25 +333,6 @@ class OriginalFace(Face):
     def give_grads(self, taken: Mapping[int, torch.Tensor]) -> None:
         for i, grad in taken.items():
             assign_grad(self.holders[i], grad)
-
-    def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
-        return [leaf.grad for leaf in self.holders]
-
-    def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
-        leaves, fits = self.holders, total.dtype == self._dtype
-        sums = []
-        for i, grad in zip(*self._at_rest.pieces_of(total), strict=True):
-            if i not in trained:
-                continue
-            if i in taken:
-                sums.append((taken[i], grad))
-            elif fits:
-                leaves[i].grad = grad
-            else:
-                assign_grad(leaves[i], grad)
-        for i, old in taken.items():
-            assign_grad(leaves[i], old)
-        return sums
 
 
 class FlatFace(Face):
@@ -346,17 +352,17 @@ class FlatFace(Face):
             "model.parameters() after wrapping, or wrap with use_orig_params=True"
         ),
     )
-    is_flat = True
-    flat_ref: ParamRef
+    _flat_ref: ParamRef | None = None  # where a module has the flat parameter
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self._leaves, self._flat_param, self._layout, self._rank = leaves, flat_param, layout, rank
         self.leaves = self.flagged = self.originals = leaves
-        self._every = tuple(range(len(leaves)))
+        self._every = self.present = tuple(range(len(leaves)))
+        self.gaps = layout.gaps
         self.holders: list[nn.Parameter] = [flat_param]
-        self.apart = self.holders
+        self.distinct = self.holders
         self.counters: list[torch.Tensor] = []
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
         self._listed = Listed()
@@ -372,8 +378,12 @@ class FlatFace(Face):
     def objects_of(self, index: int) -> list[nn.Parameter]:
         return [self.leaves[index]]
 
+    def list_in(self, module: nn.Module, name: str) -> list[ParamRef]:
+        self._flat_ref = made = ParamRef(module, name, name, self._flat_param)
+        return [made]
+
     def put(self, param_ref: ParamRef) -> None:
-        param_ref.register_for(self._listed, with_leaves=param_ref is not self.flat_ref)
+        param_ref.register_for(self._listed, with_leaves=param_ref is not self._flat_ref)
 
     def compute(self) -> None:
         self._listed.leaves = True
@@ -385,7 +395,19 @@ class FlatFace(Face):
         if in_use:
             return Left.COMPUTING
         self.rest()
-        return Left.SET_ASIDE
+        return Left.HELD
+
+    def adopt(self, index: int, held: nn.Parameter) -> bool:
+        return True  # it was in the place of a leaf, and optimizers have the flat parameter
+
+    def elements_of(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        return flat
+
+    def elements_in(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        return elements[self._layout.span_in_shard(index, self._rank).slice]
+
+    def joined(self, elements: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return next(iter(elements.values())) if elements else super().joined(elements, dtype)
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest = at_rest
@@ -419,7 +441,7 @@ class FlatFace(Face):
         assign_grad(flat, total)
         return []
 
-    def window_shares(
+    def window_pieces(
         self, flat: torch.Tensor, awaited: frozenset[int]
     ) -> list[tuple[nn.Parameter, torch.Tensor, tuple[int, ...]]]:
         return [(self._flat_param, shard_of(flat, self._layout, self._rank), self._every)]

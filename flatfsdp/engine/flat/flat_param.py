@@ -224,7 +224,7 @@ class FlatParamHandle:
         """Rebuild all state that depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.shard_is_whole = self.is_shard_in(self.precision.compute)
-        shown = self.leaves if self.shard_is_whole and not self.face.pieces else self.face.pieces
+        shown = self.leaves if self.shard_is_whole and not self.face.showing else self.face.showing
         self.at_rest = ShardViews(shown, self.layout, self.rank, self.shard, empty)
         self.face.moved(self.at_rest, self.shard)
         self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
@@ -303,8 +303,8 @@ class FlatParamHandle:
         source = target.source
         if source is None or source.transport is not transport:
             offload = self.options.offload
-            apart = offload or self.shard.dtype != dtype or self.shard.device != target.flat.device
-            copies = apart and not transport.casts_shards
+            differs = offload or self.shard.dtype != dtype or self.shard.device != target.flat.device
+            copies = differs and not transport.casts_shards
             source = ShardSource(self.at_rest.pieces, dtype, transport, copies=copies, offload=offload)
             target.source = source
         return source

@@ -195,9 +195,8 @@ class GradientSlots:
             unsharded = handle.unsharded
             assert unsharded.buffer is not None
             self.buffer, self._slots, self.segments = unsharded.buffer, unsharded.views, unsharded.segments
-            if handle.face.is_flat:  # users can write to its padding
-                for gap in handle.layout.gaps:
-                    unsharded.flat[gap.slice].zero_()
+            for gap in handle.face.gaps:
+                unsharded.flat[gap.slice].zero_()
         else:
             self.buffer, self._slots, self.segments = self._memory.allocate(self.dtype)
         return self.buffer

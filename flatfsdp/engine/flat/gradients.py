@@ -86,13 +86,13 @@ class Gradients:
             self._begun = True
             if self.slots.buffer is not None and not (self.marks is None or self.marks.take_back(self.slots)):
                 self._drop_slots()
-            if (kept := self.handle.face.kept) is not None and kept.shows:
-                kept.release()
+            if (release := self.handle.face.release) is not None and release():
+                self.handle.face.release = None
         if self._taken is None:
             found = list(map(own_grad, self.handle.leaves))
             some = found.count(None) != len(found)
             self._taken = self.handle.face.take_grads() if some else {}
-            if some and self.handle.face.apart:
+            if some and self.handle.face.distinct:
                 self._refuse_assigned([i for i, grad in enumerate(found) if grad is not None])
 
     def _refuse_assigned(self, indices: list[int]) -> NoReturn:

@@ -17,6 +17,7 @@ from ..comm.tensor_groups import TensorGroup
 from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole, Span
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+_ALL = slice(None)
 
 
 def dense(leaf: torch.Tensor) -> torch.Tensor:
@@ -51,15 +52,16 @@ def spec_of(name: str, leaf: torch.Tensor, part: PartOfWhole | None = None) -> P
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)
 
 
-def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """The parameters of `layout` as N-D views of `flat` (1-D, padded or not; also one number that is expanded)."""
+def full_views(flat: torch.Tensor, layout: FlatLayout, among: slice = _ALL) -> list[torch.Tensor]:
+    """The parameters of `layout`, or those `among` them, as N-D views of `flat` (1-D, padded or not; also one number
+    that is expanded)."""
     views = []
-    for spec, span in zip(layout.params, layout.spans, strict=True):
-        piece = flat.narrow(0, span.start, span.numel)
+    for spec, span in zip(layout.params[among], layout.spans[among], strict=True):
+        found = flat.narrow(0, span.start, span.numel)
         if not flat.stride(0):  # the strides of a dense parameter would leave its memory
-            views.append(piece.view(spec.shape))
+            views.append(found.view(spec.shape))
             continue
-        views.append(piece.view(spec.shape) if spec.stride is None else piece.as_strided(spec.shape, spec.stride))
+        views.append(found.view(spec.shape) if spec.stride is None else found.as_strided(spec.shape, spec.stride))
     return views
 
 
@@ -96,9 +98,10 @@ class ShardViews:
 
     Attributes:
         views: for each leaf its view of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
-        shown: the parameters that show their pieces of the shard at rest, each with its view; none, or one for each.
+        shown: the parameters that show the shard at rest, each with its view; none, or one for each.
         pieces: the shard's piece of each segment. [Note: pieces]
         empty: a tensor without elements, in the compute dtype, on the compute device.
+        present: the leaves with elements here, or with none anywhere.
     """
 
     def __init__(
@@ -109,9 +112,10 @@ class ShardViews:
         spans = [layout.span_in_shard(i, rank) for i in range(len(layout.params))]
         self._pieces = [(span.start, span.numel) for span in spans]
         self._owned = [layout.span_in_param(i, rank) for i in range(len(layout.params))]
-        # The leaves with elements here, or with none anywhere; the cuts divide a shard into them, in one call.
-        self._present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
-        self._cuts, self._kept = _cuts([spans[i] for i in self._present], layout.shard_numel)
+        self.present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
+        # The cuts divide a shard into them, in one call.
+        self._cuts, self._kept = _cuts([spans[i] for i in self.present], layout.shard_numel)
+        self._device = shard.device
         self.pieces = pieces_of(shard, layout)
         self.views = self.views_of(shard)
         held = self.views if not shard.is_meta else [empty.detach() for _ in self.views]  # they are never on it
@@ -126,6 +130,16 @@ class ShardViews:
             return full_views(flat, self._layout)
         return [flat.narrow(0, start, numel) for start, numel in self._pieces]
 
+    def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One of `views_of(flat)`."""
+        if self._is_whole:
+            return full_views(flat, self._layout, slice(index, index + 1))[0]
+        return flat.narrow(0, *self._pieces[index])
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros that is laid out like the shard, on its device."""
+        return torch.zeros(self._layout.shard_numel, dtype=dtype, device=self._device)
+
     def views_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views for the leaves of this rank's part of `flat`, unsharded, 1-D and padded."""
         if self._is_whole:
@@ -135,7 +149,7 @@ class ShardViews:
             flat.narrow(0, start + piece.start, piece.numel) for start, piece in zip(starts, self._owned, strict=True)
         ]
 
-    def pieces_of(self, flat: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+    def present_in(self, flat: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
         """The non-empty ones of `views_of(flat)`, and those of parameters without elements, after their indices.
 
         For autograd they are not views, and they share no version counter.
@@ -143,10 +157,10 @@ class ShardViews:
         if self._is_whole:
             return [*range(len(self.views))], full_views(flat, self._layout)
         pieces = flat.unsafe_split_with_sizes(self._cuts)
-        return [*self._present], [pieces[k] for k in self._kept]
+        return [*self.present], [pieces[k] for k in self._kept]
 
     def replaced(self) -> list[int]:
-        """The leaves whose parameters do not show their pieces of the shard although they should: users replaced their
+        """The leaves whose parameters do not show the shard although they should: users replaced their
         `.data`."""
         found = self._facts(self._parameters)
         if found == self._expected:
@@ -161,7 +175,7 @@ class ShardViews:
 
 
 def _cuts(spans: Sequence[Span], numel: int) -> tuple[list[int], list[int]]:
-    """The sizes of pieces that `numel` elements are divided into, and the indices of the `spans` among them."""
+    """The sizes into which `numel` elements are divided, and the indices of the `spans` among them."""
     sizes, kept, end = [], [], 0
     for span in spans:
         if span.numel and span.start > end:

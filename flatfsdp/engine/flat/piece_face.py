@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..layout.layout import FlatLayout, ParamSpec
-from .apart_face import ApartFace
-from .faces import Face, OriginalFace, Sums, assign_grad
+from .faces import Face, OriginalFace
 from .guard import ORIGINAL
 from .layout_views import ShardViews
+from .paired_face import PairedFace
 from .param_refs import ParamRef
 from .states import Left
 from .write_tracker import FlatParameter
@@ -51,8 +51,8 @@ class PieceFaces:
         return make(leaves, flat_param, layout, rank)
 
 
-class PieceFace(ApartFace):
-    """`use_orig_params=True`: the user's parameters, each with its piece of the shard. [Note: two lives]"""
+class PieceFace(PairedFace):
+    """`use_orig_params=True`: the user's parameters, each this rank's piece of what it was. [Note: two lives]"""
 
     words = OriginalFace.words
 
@@ -60,14 +60,13 @@ class PieceFace(ApartFace):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         super().__init__([_leaf_for(each) for each in leaves], list(leaves))
-        self.private = self.leaves
-        self.originals = self.graded = self.pieces = self.refusing = self.holders
+        self.originals = self.graded = self.showing = self.refusing = self.holders
         self._layout = layout
 
     # -- the shard ---------------------------------------------------------------------------------------------------
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
-        self._at_rest, self._dtype = at_rest, shard.dtype
+        super().moved(at_rest, shard)
         self.counters[:] = self.holders
 
     # -- modules -----------------------------------------------------------------------------------------------------
@@ -87,22 +86,3 @@ class PieceFace(ApartFace):
 
     def list_whole(self, param_ref: ParamRef) -> None:
         param_ref.hold(self.holders[self._index[id(param_ref.leaf)]])
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def grads_of_leaves(self) -> Sequence[torch.Tensor | None]:
-        return [holder.grad for holder in self.holders]
-
-    def add_grads(self, total: torch.Tensor, trained: frozenset[int], taken: Mapping[int, torch.Tensor]) -> Sums:
-        holders, fits = self.holders, total.dtype == self._dtype
-        sums = []
-        for i, grad in zip(*self._at_rest.pieces_of(total), strict=True):
-            if i not in trained:
-                continue
-            if (old := holders[i].grad) is not None:
-                sums.append((old, grad))
-            elif fits:
-                holders[i].grad = grad
-            else:
-                assign_grad(holders[i], grad)
-        return sums

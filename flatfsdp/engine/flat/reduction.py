@@ -179,8 +179,8 @@ class Reduction:
                 free_held()
                 self._result = full.new_empty(numel)
         if coalesced:
-            for each, piece in zip(inputs, self._result.split(sizes), strict=True):
-                each.result = piece.data  # a version counter of its own: writing to one gradient is not writing to all
+            for each, own in zip(inputs, self._result.split(sizes), strict=True):
+                each.result = own.data  # a version counter of its own: writing to one gradient is not writing to all
         else:
             first.result = self._result
         tracker = first.handle.tracker

@@ -88,10 +88,12 @@ class Left(enum.Enum):
     """Users of leaves that show the unsharded parameters.
 
     COMPUTING: units compute with them. Others are left by forwards, or unsharded on request: modules hold them until
-    the backward (LISTED), or as long as the user wants (REQUESTED), or hold their holders again (SET_ASIDE).
+    the backward, among their parameters (LISTED) or not (HELD), or as long as the user wants (REQUESTED), or hold their
+    holders again (SET_ASIDE).
     """
 
     COMPUTING = "computing"
     LISTED = "listed"
+    HELD = "held"
     REQUESTED = "requested"
     SET_ASIDE = "set aside"

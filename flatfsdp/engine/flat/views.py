@@ -85,7 +85,7 @@ class ParamViews:
         self.guard = guard
         private = bool(handle.face.private)
         self._hidden = guard.private_hidden if private else guard.hidden
-        self._noticed = guard.private_noticed if private or handle.face.is_distributed else guard.noticed
+        self._noticed = guard.private_noticed if private else guard.noticed
         self.extended: Sequence[TransformedLeaf] = []
         self.tracks_writes = self.guarded = False
         self.left = Left.COMPUTING
@@ -185,14 +185,16 @@ class ParamViews:
         if self.handle.unsharded.buffer is not None:  # else in-place writes are kept
             change_classes(self.handle.leaves, self._noticed)
             self.tracks_writes = True
-        if self.left is Left.SET_ASIDE and (ended or not face.is_flat):  # modules keep the leaves of a flat one
+        if self.left is Left.SET_ASIDE:
             for each in self.extended:
                 each.uninstall(face.put)
 
     def end_tracking(self) -> None:
         """End of `track_writes`: the unit computes with the leaves again."""
-        self.tracks_writes, self.left = False, Left.COMPUTING
-        deque(map(setattr, self.handle.leaves, _CLASS, self._plain), 0)
+        if self.tracks_writes:
+            self.tracks_writes = False
+            deque(map(setattr, self.handle.leaves, _CLASS, self._plain), 0)
+        self.left = Left.COMPUTING
         self.handle.face.compute()
 
     def install_extended(self) -> None:

@@ -69,7 +69,7 @@ def _take_over(unit: Unit, *, looks: bool) -> bool:
         if views.mode is SHOWS_SHARD:
             before = handle.precision
             wrote = _write_back(unit, views, changed)
-            if handle.state is not SHARDED and (wrote or (not handle.face.is_flat and is_stale(unit, handle))):
+            if handle.state is not SHARDED and (wrote or is_stale(unit, handle)):
                 unit.resources.free(handle)
             if handle.kept_source is not None and handle.state is SHARDED:
                 handle.drop_stale_source()
@@ -110,7 +110,7 @@ def _write_back(unit: Unit, views: ParamViews, changed: Iterable[ParamRef]) -> b
         if handle.state is UNSHARDED:
             unit.resources.free(handle)
         _adopt_flat(views)
-    if face.is_distributed and (replaced := face.replaced()):
+    if face.swappable and (replaced := face.replaced()):
         found = True
         holders = [face.holder_of(i) for i in replaced]
         values = [face.value_of(i, holder) for i, holder in zip(replaced, holders, strict=True)]
@@ -201,7 +201,7 @@ _without_values: weakref.WeakKeyDictionary[FlatParamHandle, frozenset[int]] = we
 
 
 def without_values(handle: FlatParamHandle) -> frozenset[int]:
-    """The leaves of `handle` whose pieces of the shard came from the meta device, and have no values yet."""
+    """The leaves of `handle` that came from the meta device, and have no values yet."""
     return _without_values.get(handle, frozenset())
 
 
@@ -230,7 +230,7 @@ def _store(views: ParamViews, index: int, value: torch.Tensor, what: str) -> Non
 
 
 def _check_fits(handle: FlatParamHandle, index: int, value: torch.Tensor, what: str) -> None:
-    """Refuse a `value` for leaf `index` that fits neither its piece of the shard nor the whole parameter."""
+    """Refuse a `value` for leaf `index` that fits neither this rank's piece of it nor the whole parameter."""
     view, spec = handle.at_rest.views[index], handle.layout.params[index]
     if value.dtype != view.dtype:
         raise UsageError(f"{what} has dtype {value.dtype}; expected the shard's {view.dtype}")
@@ -279,7 +279,7 @@ def _adopt(handle: FlatParamHandle, index: int, held: nn.Parameter) -> None:
         vars(leaf).update(marks_of(held))
     if face.adopt(index, held):
         handle.writes.on_replacement()
-    elif not face.is_flat:
+    else:
         pass_over(held, handle.layout.params[index].name)
 
 

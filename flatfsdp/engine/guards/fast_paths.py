@@ -35,12 +35,12 @@ def keep_out_inside(units: Sequence[Unit]) -> None:
     inside: set[nn.Module] = set()
     for layer in [each for each in (outermost, *inner) if isinstance(each, nn.TransformerEncoderLayer)]:
         inside.update(each for each in layer.modules() if each is not layer)
-    apart = {entry for unit in units for entry in unit.entries}
-    for entry in apart - inside - {outermost}:
+    entries = {entry for unit in units for entry in unit.entries}
+    for entry in entries - inside - {outermost}:
         found = entry._forward_pre_hooks
         for key in [key for key, hook in found.items() if hook is _nothing] if found else ():
             del found[key]
-    if inside := inside & apart:
+    if inside := inside & entries:
         keep_out(inside)
         for encoder in [each for each in (outermost, *inner) if isinstance(each, nn.TransformerEncoder)]:
             # An encoder makes nested tensors of its input if it expects its layers to take the fast path.

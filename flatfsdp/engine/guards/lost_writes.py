@@ -91,7 +91,7 @@ def check_again(unit: Unit, views: ParamViews, *, looks: bool) -> None:
         with as_plain_tensors():
             if handle.writes.is_stale or _was_replaced(views):
                 _refuse(views)
-        if handle.face.is_distributed and differs(unit, handle):
+        if not views.guarded and differs(unit, handle):
             _refuse(views)
     if looks and (displaced := _displaced(views)):
         _refuse(views, indices=displaced)
@@ -175,14 +175,14 @@ def _check_requested(views: ParamViews) -> None:
     Precondition: the leaves are unsharded.
     """
     handle = views.handle
-    apart = handle.unsharded.buffer is not None
-    if apart and handle.writes.was_edited:
+    is_copy = handle.unsharded.buffer is not None
+    if is_copy and handle.writes.was_edited:
         _refuse(views, "while they were unsharded by unshard()")
     entries = zip(handle.layout.params, handle.unsharded.shown, handle.at_rest.views, strict=True)
     for spec, (leaf, view), piece in entries:
         replaced = leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape or leaf.dtype != view.dtype
         grad = own_grad(leaf)
-        if unsharded_grad := grad is not None and (apart or grad.shape != piece.shape):
+        if unsharded_grad := grad is not None and (is_copy or grad.shape != piece.shape):
             set_own_grad(leaf, None)  # its shape does not fit once the leaf shows its shard
         if replaced or unsharded_grad:
             views.show_anew()

@@ -24,6 +24,7 @@ from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..models import param_registry as registry
 from ..models.rest import before_step
 from ..runtime.model import Model
+from ..runtime.unit import Unit
 from .assignments import name_in_place_of
 from .optimizer_options import compare_options, is_compared
 from .setup_checks import check_registered
@@ -32,7 +33,7 @@ from .window_marks import WindowMarks, open_windows
 
 class _CheckedOptimizer(NamedTuple):
     """The state of an optimizer at its last check: the registry's generation, its number of param groups, the models
-    that it steps, and whether it holds distributed tensors of theirs."""
+    that it steps, and whether it holds distributed tensors."""
 
     generation: int
     groups: int
@@ -116,7 +117,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _CheckedOptimizer:
     if known is None or known[:2] != (generation, groups):
         check_parameters(optimizer)
         models = models_of(optimizer)
-        distributed = any(h.face.is_distributed for model in models for unit in model.units for h in unit.handles)
+        distributed = any(_dtensor.is_dtensor(each) for group in optimizer.param_groups for each in group["params"])
         known = _CheckedOptimizer(generation, groups, tuple(map(weakref.ref, models)), distributed)
         _checked[optimizer] = known
     return known
@@ -201,6 +202,15 @@ def _is_managed(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, FlatParameter) or registry.owner_of(parameter) is not None
 
 
+def _place_of(unit: Unit, parameter: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
+    """The handle and the index for which `parameter` of `unit` is the leaf, or the user's own parameter."""
+    for handle in unit.handles:
+        for index, pair in enumerate(zip(handle.leaves, handle.face.originals, strict=True)):
+            if any(each is parameter for each in pair):
+                return handle, index
+    return None
+
+
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer can step the parameters that it holds.
 
@@ -229,15 +239,18 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                 strangers.add(id(parameter))
             if unit is None:
                 continue
-            holding = registry.handle_of_holder(unit, parameter)
-            if holding is not None and (holding.face.is_flat or holding.face.is_distributed):
-                continue
-            handle = holding or next(h for h in unit.handles if any(leaf is parameter for leaf in h.leaves))
-            parameters = handle.leaves if holding is None else handle.face.holders
-            index = next(i for i, each in enumerate(parameters) if each is parameter)
+            if any(parameter is holder for handle in unit.handles for holder in handle.face.swappable):
+                continue  # it was made by wrapping: no optimizer had it, or a state of it, before
+            if (found := _place_of(unit, parameter)) is None:
+                raise UsageError(
+                    f"param group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} on the "
+                    f"meta device, which unit {unit.label} has replaced: it is never updated. Build the optimizer from "
+                    "model.parameters() after wrapping"
+                )
+            handle, index = found
             spec = handle.layout.params[index]
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
-            if holding is None:
+            if handle.face.holder_of(index) is not parameter:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 if optimizer in steps_on_wholes:

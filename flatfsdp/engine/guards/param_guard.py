@@ -297,7 +297,7 @@ def may_hide(handle: FlatParamHandle) -> Callable[[], object]:
     _handles.update({each: (this, index % len(handle.leaves)) for index, each in enumerate(ids)})
     undo = [*map(_refuse_gradients_of, handle.face.refusing)]
     # Weakly: a parameter may have its model as an attribute.
-    return weakref.finalize(handle, _forget, ids, this, [*map(weakref.ref, handle.face.pieces)], undo)
+    return weakref.finalize(handle, _forget, ids, this, [*map(weakref.ref, handle.face.showing)], undo)
 
 
 def _forget(

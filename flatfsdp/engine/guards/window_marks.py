@@ -75,15 +75,15 @@ class WindowMarks:
         return any(mark.is_there and id(mark.parameter) in held for mark in self._grads)
 
     def show(self, slots: GradientSlots, awaited: frozenset[int]) -> None:
-        """Show each parameter's share of the window in `slots` as its `.grad`."""
+        """Show this rank's piece of each gradient of the window in `slots` as its `.grad`."""
         if slots.buffer is None:
             return
         handle, self._alone = self._handle, _users(slots.buffer.tensor)
-        for parameter, share, indices in handle.face.window_shares(slots.buffer.tensor, awaited):
+        for parameter, piece, indices in handle.face.window_pieces(slots.buffer.tensor, awaited):
             grad = parameter.grad
             if is_ours := grad is None:
                 # `.data` has a version counter of its own: editing one mark does not change its neighbors' versions.
-                own = share.data.to(device=handle.shard.device, dtype=handle.precision.grad)
+                own = piece.data.to(device=handle.shard.device, dtype=handle.precision.grad)
                 grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None

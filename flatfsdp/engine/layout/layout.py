@@ -7,7 +7,8 @@ and split evenly over ``world`` ranks: rank ``r`` has *piece* ``r`` of each, and
 these pieces. The map consists of integers only, without dtypes, devices or tensors. All code that needs an address
 (collectives, views, state dicts, optimizers, estimates) reads it here, and computes none of its own.
 
-[Note: pieces] With one segment, shards are equal intervals of the flat space, and parameters are split anywhere:
+[Note: pieces] A *piece* is what one rank has of something that ranks split: a segment, a parameter, a tensor in an
+exchange. With one segment, shards are equal intervals of the flat space, and parameters are split anywhere:
 FSDP1's layout, with the least padding. With one segment per parameter, whose pieces are complete rows, each rank has
 consecutive rows of every parameter, as ``torch.chunk`` divides them: the meaning of FSDP2's ``Shard(0)``. In both cases
 a rank owns one interval of each parameter, and parameters are contiguous in the flat space. Between segments there may

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..flat.faces import adoptions
-from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import ParamRef
 from ..runtime.model import Model
 from ..runtime.unit import Unit
@@ -47,8 +46,8 @@ class _Units:
 _of_parameters = _Units()
 _of_modules = _Units()
 
-# Units whose holders are no leaves, and units by the ids of these holders. A reference to a holder, even a weak one,
-# would keep users from swapping it; so a unit that is found here is searched for the holder.
+# Units with holders that users may swap, and units by the ids of these holders. A reference to one, even a weak one,
+# would keep users from that; so a unit that is found here is searched for the holder.
 _with_holders: weakref.WeakSet[Unit] = weakref.WeakSet()
 _of_holders: dict[int, weakref.ref[Unit]] = {}
 _of_holders_at = -1  # the number of replaced holders when this was built
@@ -70,12 +69,8 @@ def owner_of(parameter: torch.Tensor) -> Unit | None:
     if _of_holders_at != adoptions.count:
         _find_holders()
     unit = of_it() if (of_it := _of_holders.get(id(parameter))) is not None else None
-    return unit if unit is not None and handle_of_holder(unit, parameter) is not None else None
-
-
-def handle_of_holder(unit: Unit, parameter: torch.Tensor) -> FlatParamHandle | None:
-    """The handle of `unit` of which `parameter` is a holder. [Note: faces]"""
-    return next((each for each in unit.handles if any(parameter is holder for holder in each.face.holders)), None)
+    holders = [] if unit is None else [holder for handle in unit.handles for holder in handle.face.swappable]
+    return unit if any(parameter is holder for holder in holders) else None
 
 
 def _find_holders() -> None:
@@ -83,7 +78,7 @@ def _find_holders() -> None:
     _of_holders.clear()
     for unit in _with_holders:
         for handle in unit.handles:
-            _of_holders.update(dict.fromkeys(map(id, handle.face.holders), weakref.ref(unit)))
+            _of_holders.update(dict.fromkeys(map(id, handle.face.swappable), weakref.ref(unit)))
     _of_holders_at = adoptions.count
 
 
@@ -102,7 +97,7 @@ def own(unit: Unit) -> None:
     """Register `unit` as the owner of its handles' leaves and of their holders."""
     global generation, _of_holders_at
     generation += 1
-    if any(handle.face.is_distributed for handle in unit.handles):
+    if any(handle.face.swappable for handle in unit.handles):
         _with_holders.add(unit)
         _of_holders_at = -1
     for handle in unit.handles:

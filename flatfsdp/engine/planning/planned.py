@@ -50,7 +50,7 @@ class PlannedLayout(FlatLayout):
     def __post_init__(self) -> None:
         """Verify what every layout does, and that pieces end at multiples of the grains of parameters that they cut.
 
-        Cuts of a parameter are a piece apart, so the first one and the distance determine all of them.
+        Cuts of a parameter are at distances of a piece, so the first one and the distance determine all of them.
         """
         super().__post_init__()
         if len(self.grains) != len(self.params):

@@ -44,7 +44,7 @@ from .finish import Finisher
 from .model_facts import lacking_in, leave_out
 from .turns import Turns
 from .unit import Unit
-from .unit_collectives import Apart
+from .unit_collectives import UnitCollectives
 
 _REQUIRES_GRAD, _ADVANCES_IN_WAITS = attrgetter("requires_grad"), attrgetter("advances_in_waits")
 BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
@@ -155,7 +155,7 @@ class Backward:
         sync: bool,
         weight: float,
         agreement: Peers,
-        coalescer: Apart,
+        coalescer: UnitCollectives,
         finisher: Finisher,
         turns: Turns,
         schedule: type[BackwardSchedule[Unit]],

@@ -30,7 +30,7 @@ from .iteration import FAILED, Iteration
 from .model_facts import Flags, backward_plan, trained
 from .setup import Setup
 from .unit import Unit, follow_requires_grad, refuse_without_model, shared_under_reentrance
-from .unit_collectives import Apart
+from .unit_collectives import UnitCollectives
 from .unit_state import ForwardCall
 
 Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
@@ -52,7 +52,7 @@ class BackwardHooks:
     iteration: Iteration
     agreement: Peers
     observers: Observers
-    coalescer: Apart
+    coalescer: UnitCollectives
     sync: bool = True
     weight: float = 1.0
     schedule: type[BackwardSchedule[Unit]] = BackwardSchedule

@@ -33,7 +33,7 @@ from .resources import Resources
 from .setup import Setup
 from .turns import PLAIN
 from .unit import Unit, shared_under_reentrance
-from .unit_collectives import Apart
+from .unit_collectives import UnitCollectives
 from .unit_state import ForwardCall
 from .user_writes import follow_other_ranks
 
@@ -69,7 +69,7 @@ class ForwardDriver:
     resources: Resources
     agreement: Peers
     observers: Observers
-    coalescer: Apart
+    coalescer: UnitCollectives
     backwards: BackwardHooks
     gradient_flow: GradientFlow = field(default_factory=GradientFlow)
     given: type[Given] = Given
@@ -199,7 +199,7 @@ class ForwardDriver:
         for each in (*owners, unit) if owners else (unit,):
             for handle, views, _ in each.kinds:
                 if views.mode is SHOWS_SHARD:  # compute with what was written earlier in this forward
-                    if handle.face.is_flat and not handle.flat_shows_shard:
+                    if each.flat_refs and not handle.flat_shows_shard:  # modules list it, and users may assign to it
                         self.setup.take_over([each])
                     if handle.state is not SHARDED and handle.writes.was_written_since_gathered:
                         self.resources.free(handle)

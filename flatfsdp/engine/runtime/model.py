@@ -22,7 +22,7 @@ from .iteration import Iteration
 from .resources import ModelSettings, Resources
 from .setup import Setup
 from .unit import Unit, refuse_without_model
-from .unit_collectives import Apart
+from .unit_collectives import UnitCollectives
 from .unit_state import UnitPosition
 
 
@@ -47,14 +47,14 @@ class Model:
         resources: Resources,
         settings: ModelSettings,
         agreement: Peers | None = None,
-        coalescer: Apart | None = None,
+        coalescer: UnitCollectives | None = None,
     ) -> None:
         """`agreement`: what compares ranks; by default nothing does. [Note: peers] `coalescer`: how units share their
         collectives; by default they do not."""
         self.resources = resources
         self.observers = observers = Observers()
         self.agreement = agreement = Peers() if agreement is None else agreement
-        self.coalescer = coalescer = Apart() if coalescer is None else coalescer
+        self.coalescer = coalescer = UnitCollectives() if coalescer is None else coalescer
         self.setup = setup = Setup([unit], settings, resources, agreement, coalescer, observers)
         self.units = [unit]
         self.iteration = iteration = Iteration(setup.units, resources, agreement, observers)

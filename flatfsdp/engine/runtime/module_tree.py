@@ -53,6 +53,5 @@ def put_at_rest(unit: Unit) -> None:
     """Let modules of `unit` hold the parameters of their faces, and list flat parameters."""
     for param_ref, face in faced_refs(unit):
         face.put(param_ref)
-    for face in [handle.face for handle in unit.handles]:
-        if face.flat_ref is not None:
-            face.put(face.flat_ref)
+    for handle, param_ref in zip(unit.handles, unit.flat_refs, strict=False):  # each handle has one, or none has
+        handle.face.put(param_ref)

@@ -14,7 +14,7 @@ from ..comm.axes import ProcessGroups
 from .module_tree import entries
 from .resources import ModelSettings, Resources
 from .unit import Unit
-from .unit_collectives import Apart
+from .unit_collectives import UnitCollectives
 from .unit_state import Resolved, Transports, UnitPosition
 from .user_writes import free_stale
 
@@ -38,7 +38,7 @@ class Setup:
     settings: ModelSettings
     resources: Resources
     agreement: Peers
-    coalescer: Apart
+    coalescer: UnitCollectives
     observers: Observers
     entries: frozenset[Unit] = frozenset()
     ready: bool = False

@@ -101,9 +101,7 @@ class Unit:
         self.param_refs, self.shared_refs = list(param_refs), list(shared_refs)
         self.flat_refs: list[ParamRef] = []
         for kind, handle in enumerate(self.handles):
-            if handle.face.is_flat:
-                handle.face.flat_ref = ParamRef(entries.first, flat_name(kind), flat_name(kind), handle.flat_param)
-                self.flat_refs.append(handle.face.flat_ref)
+            self.flat_refs += handle.face.list_in(entries.first, flat_name(kind))
         self.leaves = WatchedLeaves(len(self.handles))
         self.sharing_units: list[weakref.ref[Unit]] = []
         self.owning_units: list[Unit] = []
@@ -286,7 +284,7 @@ class Unit:
         for views in self.views:
             if views.mode is not SHOWS_UNSHARDED:
                 views.show(SHOWS_UNSHARDED)
-            elif views.tracks_writes or views.left is Left.SET_ASIDE:
+            elif views.tracks_writes or views.left in (Left.SET_ASIDE, Left.HELD):
                 views.end_tracking()
             views.left = Left.COMPUTING
             if views.extended:

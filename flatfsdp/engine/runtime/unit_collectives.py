@@ -10,7 +10,7 @@ from ..flat.views import SHOWS_NOTHING
 from .unit import Unit
 
 
-class Apart:
+class UnitCollectives:
     """How units share their collectives: not at all. A model may be given groups of small units instead. [Note:
     coalescing]
 

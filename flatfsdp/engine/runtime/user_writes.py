@@ -23,8 +23,8 @@ def free_stale(units: Iterable[Unit]) -> None:
                 unit.resources.free(handle)
             if views.mode is not SHOWS_SHARD:
                 continue
-            if (kept := handle.face.kept) is not None and kept.shows:
-                kept.release()
+            if (release := handle.face.release) is not None and release():
+                handle.face.release = None
             if handle.state is UNSHARDED and (
                 handle.writes.is_stale or handle.unsharded.dtype != unit.dtype_of(handle)
             ):

@@ -19,7 +19,6 @@ from ...api import HYBRIDS
 from ..base.fqns import WRAPPED, clean, fqn
 from ..flat.write_tracker import FlatParameter
 from ..models.walks import units_in
-from .named_param import params_of
 
 MODULE = "torch.distributed.checkpoint.state_dict"
 
@@ -73,7 +72,9 @@ def _ties(model: nn.Module) -> Iterator[tuple[str, FlatParameter]]:
     """torch treats a parameter as tied if modules list it at several places; a flat parameter is listed at one. This
     yields the paths at which `model` has parameters of flat ones, for each that it has at several places."""
     units = units_in(model)
-    flats = {id(each.leaf): each.handle.flat_param for each in params_of(units) if each.handle.face.is_flat}
+    handles = [handle for unit in units for handle in unit.handles]
+    held = [(handle, holder) for handle in handles for holder in handle.face.holders]
+    flats = {id(leaf): each for handle, each in held if isinstance(each, FlatParameter) for leaf in handle.leaves}
     refs = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
     times = Counter(id(each.leaf) for each in refs)
     tied = [each for each in refs if times[id(each.leaf)] > 1]

@@ -176,18 +176,11 @@ class _SummonedHandle:
             for index, grad in enumerate(unsharded):
                 if grad is not None:
                     store(layout, handle.rank, shard, index, grad)
-        grads = handle.face.grads_of_leaves()
-        pieces, there = handle.at_rest.views_of(shard.to(handle.shard.device)), present.tolist()
-        owned = [each.index for each in layout.owned(handle.rank)]
-        # Every rank has each gradient of a distributed parameter, also without elements.
-        for index in range(len(there)) if handle.face.is_distributed else owned:
-            grad, piece = grads[index] if grads else None, pieces[index]
-            if grad is not None and not there[index] and not handle.face.is_flat:
-                handle.face.holder_of(index).grad = None
-            elif grad is not None:
-                grad.copy_(piece)  # of a flat one with zeros where the user has dropped it
-            elif there[index] and not handle.face.is_flat:
-                assign_grad(handle.face.holder_of(index), handle.face.like_holder((index,), piece.clone()))
+        for holder in handle.face.holders:
+            holder.grad = None
+        if there := frozenset(index for index, has_grad in enumerate(present.tolist()) if has_grad):
+            # Zero in a flat parameter where the user has dropped it, if others are left.
+            handle.face.add_grads(shard.to(handle.shard.device), there, {})
 
 
 def _end_replaced(unit: Unit, *, takes: bool) -> tuple[dict[int, nn.Parameter], list[str]]:

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..base import _torch
-from ..comm.process_group_transport import copy, copy_apart
+from ..comm.process_group_transport import copy, copy_unless_there
 from ..comm.tensor_groups import TensorGroup
 
 FEWEST = 4  # tensors of a group, at least
@@ -80,10 +80,10 @@ class RankPieces:
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
         """Fill the pieces from as many tensors, of any dtype and device; a source that is its piece is not copied."""
         if self.scattered is None:
-            copy_apart(self.pieces, sources)
+            copy_unless_there(self.pieces, sources)
         else:
             left = self.scattered.fill(sources)
-            copy_apart([self.pieces[number] for number in left], [sources[number] for number in left])
+            copy_unless_there([self.pieces[number] for number in left], [sources[number] for number in left])
 
     def copy_to(self, memory: torch.Tensor, start: int) -> None:
         """Copy the elements from `start` on to `memory`, 1-D and of this dtype, until it is full."""
@@ -199,7 +199,7 @@ class Scattered:
         self._given: list[int] = []
         self._kept: Sequence[torch.Tensor] = ()
         self._joined: list[torch.Tensor | None] = []
-        self._apart: list[int] = []
+        self._unfilled: list[int] = []
 
     def fits(self, memory: torch.Tensor) -> bool:
         """Whether `memory`, which has as many elements as all tensors, is aligned to units."""
@@ -249,11 +249,11 @@ class Scattered:
             self._given = given
             self._joined = [self._as_one(each, sources[each.numbers.start : each.numbers.stop]) for each in together]
             pairs = zip(together, self._joined, strict=True)
-            self._apart = [*self._alone, *(n for each, source in pairs if source is None for n in each.numbers)]
+            self._unfilled = [*self._alone, *(n for each, source in pairs if source is None for n in each.numbers)]
         for each, source in zip(self._together, self._joined, strict=True):
             if source is not None:
                 each.storage.index_copy_(0, each.index, source)
-        return self._apart
+        return self._unfilled
 
     def _as_one(self, target: _Together, sources: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """`sources` as one tensor in units, if they are contiguous and in another storage than `target`."""

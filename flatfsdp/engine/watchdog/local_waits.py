@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base import wait_limits as waits
-from .status_report import ANSWER, APART, ENTERED, Purpose, RankStatus, digest_of_wait
+from .status_report import ANSWER, BETWEEN_POLLS, ENTERED, Purpose, RankStatus, digest_of_wait
 from .store import StoreClient
 
 
@@ -155,7 +155,7 @@ class LocalWaits:
         now = time.monotonic()
         if waits != self._parted:
             self._parted, self._parted_since = waits, now
-        return waits != "" and now - self._parted_since > APART * self._period()
+        return waits != "" and now - self._parted_since > BETWEEN_POLLS * self._period()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ computes, compiles, reads data, or does not answer.
 [Note: parted] If two ranks are in announced waits, each for ranks that include the other, a proof needs neither all
 answers nor the time of a report. A rank may be slow to leave a wait, by seconds on a busy machine, while the others
 already wait elsewhere. So each rank counts its entries of each wait: ranks have parted only if neither has reached the
-other's wait. Two polls, `APART` periods apart, that find the same waits are taken as proof.
+other's wait. Two polls, `BETWEEN_POLLS` periods after each other, that find the same waits are taken as proof.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from . import store as stores
 from .store import StoreClient, launcher_serves_it, server_in_words
 
 ANSWER = 5.0  # periods that ranks have for an answer: a watch shares its process with a program that may be busy
-APART = 1.0  # periods between two polls that prove that ranks have parted
+BETWEEN_POLLS = 1.0  # periods between two polls that prove that ranks have parted
 ENTERED = 64  # waits in an answer: the last ones that a rank entered
 REFUSALS = 5  # attempts after which the claim of a poll without an alarm is ignored
 NORMALLY = "exited normally"

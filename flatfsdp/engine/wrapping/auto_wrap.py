@@ -328,7 +328,7 @@ def _warn_nothing_chosen(root: nn.Module, policy: Any, chosen: Collection[nn.Mod
     matched = f"only submodules without parameters ({_names_of_classes(chosen)})" if chosen else "no submodule"
     warn(
         f"auto_wrap_policy: {name} matched {matched} of {type(root).__name__}, which becomes a single unit: all of its "
-        f"parameters are gathered at once. Classes inside: {_names_of_classes(root.modules(), apart_from=root)}."
+        f"parameters are gathered at once. Classes inside: {_names_of_classes(root.modules(), except_for=root)}."
     )
 
 
@@ -340,6 +340,6 @@ def _warn_in_full_precision(modules: Iterable[nn.Module]) -> None:
     )
 
 
-def _names_of_classes(modules: Iterable[nn.Module], *, apart_from: nn.Module | None = None) -> str:
-    names = sorted({type(module).__name__ for module in modules if module is not apart_from})
+def _names_of_classes(modules: Iterable[nn.Module], *, except_for: nn.Module | None = None) -> str:
+    names = sorted({type(module).__name__ for module in modules if module is not except_for})
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"

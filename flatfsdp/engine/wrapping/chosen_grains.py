@@ -38,12 +38,12 @@ def chosen_grains(module: nn.Module, config: Config) -> Any:
         return layout
     modules, ignored = ignored_of(module, config)
     ignored = ignored.union(*(each.parameters() for each in modules))
-    apart = {
+    excluded = {
         parameter: "is ignored" if parameter in ignored else "is in a unit already"
         for parameter in module.parameters()
         if parameter in ignored or owner_of(parameter) is not None
     }
-    rules = _rules(module, layout, apart) if isinstance(layout, Mapping) else _answers(module, layout, apart)
+    rules = _rules(module, layout, excluded) if isinstance(layout, Mapping) else _answers(module, layout, excluded)
     known: dict[nn.Parameter, tuple[Grain, str]] = {}
     for parameter, grain, source in rules:
         if not isinstance(grain, _GRAINS):
@@ -66,7 +66,7 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Paramet
 
 
 def _rules(
-    module: nn.Module, layout: Mapping[Any, Any], apart: Mapping[nn.Parameter, str]
+    module: nn.Module, layout: Mapping[Any, Any], excluded: Mapping[nn.Parameter, str]
 ) -> Iterator[tuple[nn.Parameter, Any, str]]:
     places = list(_places(module))
     modules = {clean(path): inside for path, inside in module.named_modules(remove_duplicate=False)}
@@ -74,10 +74,10 @@ def _rules(
     for key, grain in layout.items():
         source = f"layout[{key!r}]" if isinstance(key, str) else f"layout[{type(key).__name__}]"
         if isinstance(key, str) and key in parameters:
-            if parameters[key] in apart:
+            if parameters[key] in excluded:
                 raise UsageError(
-                    f"{source}: this parameter {apart[parameters[key]]}. Give grains only to parameters that this call "
-                    "shards, and those of units inside where these are wrapped."
+                    f"{source}: this parameter {excluded[parameters[key]]}. Give grains only to parameters that this "
+                    "call shards, and those of units inside where these are wrapped."
                 )
             yield parameters[key], grain, source
             continue
@@ -89,7 +89,7 @@ def _rules(
             raise ConfigValueError(
                 f"{source}: {type(module).__name__} has no parameter or module of that name.{hint and ' ' + hint}"
             )
-        held = {parameter for _, _, _, parameter in _places(inside) if parameter not in apart}
+        held = {parameter for _, _, _, parameter in _places(inside) if parameter not in excluded}
         mine = [parameter for parameter in parameters.values() if parameter in held]
         if not mine:
             raise ConfigValueError(f"{source}: that module holds no parameters in {type(module).__name__} to shard.")
@@ -97,8 +97,8 @@ def _rules(
 
 
 def _answers(
-    module: nn.Module, layout: Any, apart: Mapping[nn.Parameter, str]
+    module: nn.Module, layout: Any, excluded: Mapping[nn.Parameter, str]
 ) -> Iterator[tuple[nn.Parameter, Any, str]]:
     for _, _, path, parameter in _places(module):
-        if parameter not in apart and (grain := layout(path, parameter)) is not None:
+        if parameter not in excluded and (grain := layout(path, parameter)) is not None:
             yield parameter, grain, f"layout({path!r}, ...)"

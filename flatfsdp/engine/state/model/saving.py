@@ -69,7 +69,7 @@ class StateDictCall:
         """Whether the call communicates."""
         return self.request.carrier != "interval"
 
-    def is_flat(self, unit: Unit) -> bool:
+    def takes_shards(self, unit: Unit) -> bool:
         """Whether the parameters of `unit` are returned as flat shards."""
         return self.is_local and carrier_of(unit, self.request.carrier) != "whole"
 
@@ -117,7 +117,7 @@ def begin(unit: Unit, units: Sequence[Unit], chosen: StateDictSettings) -> State
     first = is_first(unit.groups) and is_first_of(axes_of_parts(units))
     job = StateDictCall(request, is_local, keeps=first or not request.rank0_only)
     for each in units:
-        if job.is_flat(each):
+        if job.takes_shards(each):
             check_flat(each)
     collective = job.communicates
     quiesce(units, collective=collective, shards=collective, check=lambda each: check_idle(each, "state_dict()"))
@@ -222,7 +222,7 @@ def fill(job: StateDictCall, unit: Unit, destination: Any, among: Sequence[str],
             waiting.setdefault(id(value.leaf), []).append(key)
     for owning_unit in (unit, *(each for each in unit.owning_units if each not in job.active)):
         params = [each for each in params_of([owning_unit]) if id(each.leaf) in waiting]
-        if job.is_flat(owning_unit):
+        if job.takes_shards(owning_unit):
             for key in (key for each in params for key in waiting[id(each.leaf)]):
                 del destination[key]
             for kind, handle in enumerate(unit.handles) if owning_unit is unit else ():

@@ -493,15 +493,13 @@ class _Loading:
         by_name = self.param_map.by_name
         out: dict[Key, dict[str, Any]] = {}
         for unit, kind, members in by_handle(self.param_map.params):
-            handle = unit.handles[kind]
             inside = list({id(by_name[n.name]): by_name[n.name] for n in members if n.name in by_name}.values())
             for state, dtype in shaped_states(map(self._planned, inside)):
                 having = [each for each in inside if self._planned(each).get(state) == ParamShaped(dtype)]
                 shard = self._shard(unit, kind, [named for each in having for named in each.params], state, dtype)
-                pieces = handle.at_rest.views_of(shard)
                 for each in having:
-                    piece = shard if each.is_flat else each.like_holder(pieces[each.params[0].index].clone())
-                    out.setdefault(each.key, {})[state] = piece
+                    own = each.elements_of(shard)
+                    out.setdefault(each.key, {})[state] = each.like_holder(own if own is shard else own.clone())
         for named in self.param_map.params:
             param = by_name.get(named.name)
             if param is None or param.params[0] is not named:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ....errors import ConfigTypeError, ConfigValueError, UsageError, refuse_type
-from ...flat.flat_param import FlatParamHandle
+from ...flat.flat_param import FlatParameter, FlatParamHandle
 from ..named_param import NamedParam, named_state
 
 Key = int | str
@@ -48,16 +48,12 @@ class OptimizedParam:
     @property
     def is_flat(self) -> bool:
         """Whether it is a flat parameter."""
-        handle = self.handle
-        return handle is not None and handle.face.is_flat
+        return isinstance(self.parameter, FlatParameter)
 
     @property
     def at_rest(self) -> torch.Tensor:
         """The tensor that this rank steps on: between forward and backward the parameter itself shows nothing."""
-        handle = self.handle
-        if handle is None:
-            return self.parameter.detach()
-        return (handle.shard if self.is_flat else handle.at_rest.views[self.params[0].index]).detach()
+        return self.parameter.detach() if self.handle is None else self.elements_of(self.handle.shard.detach())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,23 +62,25 @@ class OptimizedParam:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's optimizer has all of its states: the rank has elements of it, or it is distributed."""
-        handle = self.handle
-        return handle is None or self.is_flat or handle.face.is_distributed or self.params[0].has_elements
+        """Whether this rank's optimizer has all of its states: it gets gradients here."""
+        return self.handle is None or self.params[0].index in self.handle.face.present
 
     @property
     def keeps_any_shape(self) -> bool:
-        """Whether states of other shapes are valid: they are those of a full parameter."""
-        named, handle = self.params[0], self.handle
-        if handle is None:
+        """Whether states of other shapes are valid: they are those of the user's parameter, all of which is here."""
+        named = self.params[0]
+        if self.handle is None:
             return True
-        piecewise = self.is_flat or handle.face.is_distributed
-        return not piecewise and named.span_in_shard.numel == named.spec.whole.numel
+        return self.parameter is named.original and named.span_in_shard.numel == named.spec.whole.numel
+
+    def elements_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of `flat`, laid out like its handle's shard, in that layout; a view, or `flat`."""
+        assert self.handle is not None
+        return self.handle.face.elements_of(self.params[0].index, flat)
 
     def pieces_of(self, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's `state` of it, with pieces laid out as in the shard in place of distributed tensors."""
-        handle = self.handle
-        if handle is None or not handle.face.is_distributed:
+        if (handle := self.handle) is None:
             return state
         index, piece_of = self.params[0].index, handle.face.piece_of
         return {

@@ -214,25 +214,16 @@ class _Saving:
     ) -> torch.Tensor:
         """One state of parameters of one handle, laid out like its shard."""
         stepped = self.param_map.by_name
-        if having[0].name in stepped and stepped[having[0].name].is_flat:
-            flat: torch.Tensor = self._state(having[0], name).detach()
-            return flat
-        shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.shard.device)
-        pieces = handle.at_rest.views_of(shard)
-        for named in having:
-            if named.name in stepped and named.has_elements:
-                pieces[named.index].copy_(self._state(named, name).detach())
-        return shard
+        own = [named for named in having if named.name in stepped and stepped[named.name].reports]
+        return handle.face.joined({named.index: self._state(named, name).detach() for named in own}, dtype)
 
     def _local_of(self, handle: FlatParamHandle, named: NamedParam, name: str, dtype: torch.dtype) -> torch.Tensor:
         """This rank's elements of one state of its parameter's shape, in memory order, 1-D; in place if it has that
         order."""
         if named.span_in_param.is_empty:
             return torch.empty(0, dtype=dtype)
-        value: torch.Tensor = self._state(named, name).detach()
-        if self.param_map.by_name[named.name].is_flat:
-            return named.local_view(value)
-        if not handle.is_unsharded_at_rest:
+        value = handle.face.elements_in(named.index, self._state(named, name).detach())
+        if value.dim() == 1:
             return value
         spec = named.spec
         if value.is_contiguous() if spec.stride is None else value.stride() == spec.stride:
@@ -257,16 +248,24 @@ class _Saving:
 
 
 def _describing(handle: FlatParamHandle, members: Sequence[NamedParam]) -> Sequence[NamedParam]:
-    """The parameters of one handle by whose names states are described: all, or only the first of a flat parameter."""
-    return members if not handle.face.is_flat else [min(members, key=lambda named: named.index)]
+    """The parameters of one handle by whose names states are described: the first of each that optimizers step on."""
+    return [*_first_of_each(handle, members).values()]
+
+
+def _first_of_each(handle: FlatParamHandle, members: Sequence[NamedParam]) -> dict[int, NamedParam]:
+    """By the id of each parameter that optimizers step on, the first of `members` in it."""
+    found: dict[int, NamedParam] = {}
+    for named in sorted(members, key=lambda named: named.index):
+        found.setdefault(id(handle.face.holder_of(named.index)), named)
+    return found
 
 
 def _by_name(
     handle: FlatParamHandle, members: Sequence[NamedParam], agreed: Mapping[str, Description]
 ) -> dict[NamedParam, Description]:
     """The agreed description for each parameter of one handle that has states."""
-    first = _describing(handle, members)[0]
-    names = {named: first.name if handle.face.is_flat else named.name for named in members}
+    first = _first_of_each(handle, members)
+    names = {named: first[id(handle.face.holder_of(named.index))].name for named in members}
     return {named: agreed[name] for named, name in names.items() if name in agreed}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ....errors import UsageError
+from ...base._dtensor import is_dtensor
 from ...guards.optimizer_hooks import handles_of, models_of
 
 KEY = "flatfsdp_shards"
@@ -60,7 +61,7 @@ def _comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
 def stamp_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The identity of the shards that `optimizer` steps on, as plain data: "shards", a [rank, number of ranks] for each
     axis over which its parameters are split, and "layout", their digest. None if nothing is split. No communication."""
-    split = [h for _, h in handles_of(optimizer) if h.layout.world > 1 and not h.face.is_distributed]
+    split = [h for _, h in handles_of(optimizer) if h.layout.world > 1 and not is_dtensor(h.face.holders[0])]
     layouts = {(h.rank, h.layout.world, h.layout.digest()) for h in split}
     if not layouts:
         return None

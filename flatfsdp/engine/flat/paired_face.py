@@ -51,7 +51,7 @@ class _Slots:
     others: list[tuple[ParamRef, int]]
 
 
-class ApartFace(Face):
+class PairedFace(Face):
     """One holder for each leaf. [Note: two lives]
 
     Modules hold the leaves while a unit computes, else the holders. Their places change together, four times in a step.
@@ -59,8 +59,8 @@ class ApartFace(Face):
 
     def __init__(self, leaves: Sequence[nn.Parameter], holders: list[nn.Parameter]) -> None:
         """`holders`: the list of them, which may change."""
-        self.leaves = leaves
-        self.holders = self.apart = holders
+        self.leaves = self.private = leaves
+        self.holders = self.distinct = holders
         self.flagged: Sequence[nn.Parameter] = holders
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []
