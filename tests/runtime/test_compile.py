@@ -163,7 +163,6 @@ def one_block(rank: int, world: int) -> list[str]:
     return [f"{one} instead of {other}" for one, other in zip(*stories, strict=True) if not torch.allclose(one, other)]
 
 
-@pytest.mark.skipif(not is_thorough(), reason="the compiler takes long; the graphs are those of the tests above")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs g++ on a CPU")
 def test_compiled_to_machine_code(pool2: Run) -> None:
     assert not joined(pool2(one_block, timeout=240))
