@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -179,6 +180,20 @@ def _accumulates(rank: int, world: int) -> None:
 
 def test_accumulation(pool2: Run) -> None:
     pool2(_accumulates)
+
+
+def _edits_a_list(rank: int, world: int) -> None:
+    both = Both(rank, world)
+    both.backward(sync=False)
+    grads = [parameter.grad for parameter in both.ours.parameters()]
+    assert all(type(each) is DTensor for each in pickle.loads(pickle.dumps(copy.deepcopy(grads))))
+    torch._foreach_mul_(grads, 0.5)
+    with pytest.raises(UsageError, match="was edited after a backward under no_sync"):
+        both.backward()
+
+
+def test_a_list_of_gradients_that_is_edited_before_they_are_synchronized(pool2: Run) -> None:
+    pool2(_edits_a_list)
 
 
 WRITES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {

@@ -3,19 +3,26 @@
 [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
 rank's slice of it. If user code sets a parameter's `.grad` to None or zero, or replaces it, the next backward drops
 that parameter's gradients from the window. If user code still holds such a slice by then, the slice keeps its values,
-and the window continues in other memory.
+and the window continues in other memory. Versions show writes. DTensors raise none for writes to a list of them, as by
+`zero_grad(set_to_none=False)` of an optimizer with `foreach` or `fused`; so slices of DTensors have a class that does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import sys
-from collections.abc import Container
+import types
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...errors import UsageError
 from ..base import _torch
+from ..base._dtensor import is_dtensor
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradient_slots import GradientSlots
@@ -38,6 +45,51 @@ def open_windows(model: Model) -> list[WindowMarks]:
         if grads.accumulation.window_open and not grads.handle.is_unsharded_at_rest
         if isinstance(grads.marks, WindowMarks)
     ]
+
+
+class CountsListWrites:
+    """Mixed into the class of a DTensor: raises its version for writes to a list that it is in. [Note: marks]"""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with _torch.as_plain_tensors():
+            result = func(*args, **(kwargs or {}))
+            if func.__name__.endswith("_") and args and isinstance(args[0], (list, tuple)):
+                ours = [_tensor(each) for each in args[0] if isinstance(each, CountsListWrites)]
+                torch.autograd.graph.increment_version(ours)
+        return result
+
+    # Copies are DTensors.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_before(self):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_before(self):
+            return self.__reduce_ex__(protocol)
+
+
+@contextlib.contextmanager
+def _as_before(grad: Any) -> Iterator[None]:
+    cls = type(grad)
+    grad.__class__ = cls.__mro__[2]
+    try:
+        yield
+    finally:
+        grad.__class__ = cls
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value
+
+
+@functools.cache
+def _counting(cls: type) -> type:
+    """The class for DTensors of `cls` in a window."""
+    return types.new_class(f"{cls.__name__}InWindow", (CountsListWrites, cls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +142,13 @@ class WindowMarks:
             local = handle.face.local_of(grad)
             version = grad._version + local._version
             self._grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
+            if is_dtensor(grad) and not isinstance(grad, CountsListWrites):
+                grad.__class__ = _counting(type(grad))
 
     def take_back(self, slots: GradientSlots) -> bool:
         """Drop from the window in `slots` the gradients that the user dropped; remove the marks that the window made.
         False if no gradient is left in it."""
-        marks, self._grads = self._grads, []
+        marks = self._forget()
         changed = [mark for mark in marks if mark.is_there and mark.was_changed]
         edited = [mark for mark in changed if mark.local.any()]
         ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
@@ -120,8 +174,15 @@ class WindowMarks:
 
     def end(self, slots: GradientSlots) -> None:
         """The window in `slots` is dropped."""
-        self._grads = []
+        self._forget()
         self._leave_held(slots)
+
+    def _forget(self) -> list[WindowGrad]:
+        marks, self._grads = self._grads, []
+        for mark in marks:
+            if isinstance(mark.grad, CountsListWrites):
+                mark.grad.__class__ = type(mark.grad).__mro__[2]
+        return marks
 
     def _leave_held(self, slots: GradientSlots) -> torch.Tensor | None:
         """Leave the memory of `slots` to user code, if that still holds part of what was shown."""
