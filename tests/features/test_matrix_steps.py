@@ -237,6 +237,17 @@ def test_muon_has_the_bits_of_one_process_on_one_rank_and_on_four(world: int, se
     assert [line for each in run(world, trained, "wrapper", muon, sees=sees, clip=True) for line in each] == []
 
 
+def _given_twice(rank: int, world: int) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False)), use_orig_params=True)
+    (weight,) = model.parameters()
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        flatfsdp.matrix_steps(partial(torch.optim.Muon), [{"params": [weight]}, {"params": [weight], "lr": 0.2}])
+
+
+def test_a_matrix_in_two_groups_is_refused_as_by_torch(pool2: Run) -> None:
+    pool2(_given_twice)
+
+
 def hugging_face_adafactor(params: Any) -> torch.optim.Optimizer:
     optimization = importlib.import_module("transformers.optimization")  # an extra of the trainer
     return optimization.Adafactor(params, lr=0.05, relative_step=False, beta1=0.9)

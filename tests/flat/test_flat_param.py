@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,49 @@ def test_layers_are_called_with_other_weights_inside_of_a_forward() -> None:
             x = torch.randn(2, 4)
             assert torch.equal(model(x), plain(x))
             assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
+
+
+class Doubled(nn.Linear):
+    """Computes with twice its weight."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return 2 * value if name == "weight" else value
+
+
+class Twins(nn.Module):
+    """Calls its layer, a clone of it with other parameters, it again with a replaced dictionary, and a deep copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        clone = layer.__new__(type(layer))
+        clone.__dict__ = layer.__dict__.copy()
+        clone._parameters = {name: 2.0 * each for name, each in layer._parameters.items()}  # type: ignore[misc]
+        out = layer(x) + clone(x)
+        own, layer._parameters = layer._parameters, clone._parameters
+        out = out + layer(x)
+        layer._parameters = own
+        twin = copy.deepcopy(layer)
+        assert [name for name, _ in twin.named_parameters()] == ["weight", "bias"]
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(3.0)
+        return out + twin(x).detach()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(Doubled(4, 4)), Twins])
+def test_modules_that_find_other_parameters_compute_with_these(make: Callable[[], nn.Module]) -> None:
+    plain = make()
+    with fake_world(1):
+        model = FullyShardedDataParallel(copy.deepcopy(plain))
+        for _ in range(2):
+            x = torch.randn(2, 4)
+            assert torch.equal(model(x), plain(x))
+            model(x).sum().backward()
 
 
 def test_a_module_finds_all_parameters_and_lists_those_of_their_time() -> None:

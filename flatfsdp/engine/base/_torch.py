@@ -43,6 +43,8 @@ REASONS = {
     "torch._C._any_requires_grad": "checking each of a list of small tensors takes as long as an operation on it",
     "torch.Tensor._use_count": "whether other code may hold a leaf's node (access creates one), or a kept gradient",
     "torch._C._storage_Use_Count": "whether other code may hold the memory of a kept gradient",
+    "torch.nn.modules.module._global_backward_hooks": "hooks of all modules may look at gradients before we take them",
+    "torch.nn.modules.module._global_backward_pre_hooks": "the same before a module's backward",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
     "torch.nn.RNNBase._flat_weight_refs": "a recurrent module copies weights that are not those of its last forward to "
     "memory of its own for cuDNN; likewise _flat_weights_names",
@@ -343,6 +345,13 @@ def accumulate_hooks(leaves: Iterable[torch.Tensor]) -> list[dict[int, Callable[
 hooks_on: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None] = _HOOKS
 # The hooks registered on a tensor with `register_hook` and not removed; false if there are none.
 has_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether code of users runs in the backward of `module`."""
+    modules = torch.nn.modules.module
+    of_all = modules._global_backward_hooks or modules._global_backward_pre_hooks
+    return bool(of_all or module._backward_hooks or module._backward_pre_hooks)
 
 
 def implementation_of(function: Any) -> CellType:

@@ -67,7 +67,8 @@ class GradientHooks(Observer):
         # When holders that are no leaves were last found to have no hooks.
         self._unhooked_as_of: dict[FlatParamHandle, tuple[int, int]] = {}
         self._followed: dict[FlatParamHandle, set[int]] = {}  # on whose gradients hooks of their holders run
-        self._none_held_as_of = -1  # when the program was last found to hold no accumulator, by torch's count of hooks
+        # When the program was last found to hold no accumulator of a unit, by torch's count of hooks.
+        self._none_held_as_of: dict[Unit, int] = {}
 
     def adopt(self, other: GradientHooks) -> None:
         """Take over what was found in a part of the model."""
@@ -167,10 +168,15 @@ class GradientHooks(Observer):
 
     # -- accumulators ------------------------------------------------------------------------------------------------
 
-    def _look(self, units: Iterable[Unit]) -> str | None:
+    def _look(self, units: Sequence[Unit]) -> str | None:
         """Find held accumulators; returns the reason to refuse their hooks, if any. They matter once they have some."""
-        if self._none_held_as_of == RemovableHandle.next_id:
+        now = RemovableHandle.next_id
+        if list(map(self._none_held_as_of.get, units)).count(now) == len(units):
             return None
+        for unit in units:
+            watched = any(map(_torch.has_backward_hooks, {each for entry in unit.entries for each in entry.modules()}))
+            for grads in unit.grads:
+                grads.watched = watched
         handles, leaves = [handle for unit in units for handle in unit.handles], []
         for handle in handles:
             leaves += handle.leaves
@@ -184,7 +190,7 @@ class GradientHooks(Observer):
         if self._held:
             self._postpone()
             return _why_not(self._held)
-        self._none_held_as_of = RemovableHandle.next_id
+        self._none_held_as_of.update(dict.fromkeys(units, now))
         return None
 
     def _add(self, handle: FlatParamHandle, found: dict[int, Any]) -> None:

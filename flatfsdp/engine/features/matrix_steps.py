@@ -475,19 +475,22 @@ def _built(make: Callable[[Any], torch.optim.Optimizer], params: Iterable[Any]) 
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     real: list[list[nn.Parameter]] = []
     shown: list[dict[str, Any]] = []
+    matrices: dict[int, nn.Parameter] = {}  # one for each parameter: torch refuses one that is given twice
     for group in groups:
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         real.append([each[1] if isinstance(each, tuple) else each for each in members])  # may be named
-        shown.append({**group, "params": [_matrix_like(each) for each in members]})
+        shown.append({**group, "params": [_matrix_like(each, matrices) for each in members]})
     optimizer = make(shown)
     for group, members in zip(optimizer.param_groups, real, strict=True):
         group["params"] = members
     return optimizer
 
 
-def _matrix_like(member: Any) -> Any:
+def _matrix_like(member: Any, known: dict[int, nn.Parameter]) -> Any:
     if isinstance(member, tuple):
-        return member[0], _matrix_like(member[1])
-    shown = torch.zeros((1, 1), dtype=member.dtype, device=member.device)
-    return nn.Parameter(shown, requires_grad=member.requires_grad)
+        return member[0], _matrix_like(member[1], known)
+    if id(member) not in known:
+        shown = torch.zeros((1, 1), dtype=member.dtype, device=member.device)
+        known[id(member)] = nn.Parameter(shown, requires_grad=member.requires_grad)
+    return known[id(member)]

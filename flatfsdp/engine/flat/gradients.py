@@ -4,7 +4,8 @@ They collect in slots; unreduced gradients and partial sums last until the next 
 
 [Note: muted hooks] A small gradient whose unit reads its parameters once only has to wait until all of the unit's have
 come. If the gradient of the unit's input shows that, nobody needs to know of each: the hooks on the leaves are muted
-meanwhile, and all gradients are picked up there at once. Then the hooks sound again, for those that are missing.
+meanwhile, and all gradients are picked up there at once. Then the hooks sound again, for those that are missing. Units
+with modules whose backward hooks could look at these gradients have no muted hooks.
 
 [Note: rollback] Reduced gradients become `.grad` only at the end of a backward (`Gradients.finalize_grads`); until then
 a failed backward can be forgotten.
@@ -51,6 +52,7 @@ class Gradients:
         residuals: the errors of earlier reductions, attached where these lose bits; else None.
         marks: shows unreduced gradients to users, if attached; else None.
         hooks: on the leaves; muted: whether gradients stay there until `pick_up`. [Note: muted hooks]
+        watched: whether code of users runs meanwhile, which would see unreduced gradients there.
     """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews) -> None:
@@ -68,7 +70,7 @@ class Gradients:
         self.outlive_params = False
         self.completes = True
         self._begun = False  # a backward has, and its gradients are not `.grad` yet
-        self.hooks, self.muted = LeafHooks(), False
+        self.hooks, self.muted, self.watched = LeafHooks(), False, False
         self._taken: Mapping[int, torch.Tensor] | None = None
 
     def _forget_expectations(self) -> None:
@@ -166,24 +168,24 @@ class Gradients:
 
     def mute(self) -> None:
         """Let gradients that are only collected in this graph task stay in the leaves."""
-        if self.collects_in == _torch.graph_task():
+        if self.collects_in == _torch.graph_task() and not self.watched:
             self.muted = True
             self.hooks.mute()
 
     def pick_up(self, *, sound: bool) -> None:
         """Collect the gradients that have arrived in leaves since `mute`; `sound`: and end that."""
         leaves, slots = self.handle.leaves, self.slots
+        if sound:  # first: other threads of autograd may go on meanwhile
+            self.muted = False
+            self.hooks.sound()
         with _torch.as_plain_tensors():  # leaves may be hidden
             found = {i: grad for i, grad in enumerate(map(own_grad, leaves)) if grad is not None}
-            deque(map(set_own_grad, leaves, repeat(None)), 0)
+            deque(map(set_own_grad, map(leaves.__getitem__, found), repeat(None)), 0)
         if not slots.collected.keys().isdisjoint(found):
             slots.move_collected()
         slots.collected.update(found)
         self.arrived.update(found)
         self.missing.difference_update(found)
-        if sound:
-            self.muted = False
-            self.hooks.sound()
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Move `grad` (of leaf `index`, compute dtype) into its slot, now or with the other small ones."""

@@ -44,8 +44,6 @@ class Listing(dict[str, "nn.Parameter | None"]):
     """The parameters of a module, all of which are found by their names, and those of a flat parameter are listed only
     in their time; an object that other code has put in the place of one is listed. [Note: listing]
 
-    Leaves are attributes of the module as well, which saves most of the time in which `nn.Module` finds a parameter.
-
     Attributes:
         managed: by name, the choice, whether the parameter is a leaf, and the parameter.
     """
@@ -53,7 +51,6 @@ class Listing(dict[str, "nn.Parameter | None"]):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
         self.managed: dict[str, tuple[Listed, bool, nn.Parameter]] = {}
-        self._module = weakref.ref(module)
 
     def _listed(self) -> dict[str, nn.Parameter | None]:
         found = dict(super().items())
@@ -77,29 +74,9 @@ class Listing(dict[str, "nn.Parameter | None"]):
     def items(self) -> Any:
         return self._listed().items()
 
-    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
-        self._forget_attribute(name)
-        super().__setitem__(name, parameter)
-        _, with_leaves, managed = self.managed.get(name, (None, False, None))
-        if with_leaves and parameter is managed and (module := self._module()) is not None:
-            module.__dict__[name] = parameter
-
-    def __delitem__(self, name: str) -> None:
-        self._forget_attribute(name)
-        super().__delitem__(name)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self._forget_attribute(name)
-        return super().pop(name, *default)
-
-    def _forget_attribute(self, name: str) -> None:
-        if (module := self._module()) is not None:
-            module.__dict__.pop(name, None)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In copies and pickles, leaves are attributes only: without an engine no other code may list them."""
-        leaves = {id(parameter) for _, with_leaves, parameter in self.managed.values() if with_leaves}
-        return dict, ([(name, each) for name, each in super().items() if id(each) not in leaves],)
+        """Copies and pickles have what is listed."""
+        return dict, (list(self._listed().items()),)
 
 
 class ParamRef:
