@@ -45,13 +45,13 @@ class Block(nn.Module):
         return x + self.down(inside.tanh())
 
 
-def nets() -> tuple[nn.Sequential, Any]:
+def nets(**settings: Any) -> tuple[nn.Sequential, Any]:
     """A plain model, and the same one wrapped, each block a unit."""
     made = []
     for _ in range(2):
         torch.manual_seed(0)
         made.append(nn.Sequential(*(Block() for _ in range(3))))
-    return made[0], FullyShardedDataParallel(made[1], auto_wrap_policy={Block})
+    return made[0], FullyShardedDataParallel(made[1], auto_wrap_policy={Block}, **settings)
 
 
 def check(plain: nn.Module, model: Any) -> None:
@@ -110,6 +110,26 @@ def test_a_backward_that_fails_in_a_unit_leaves_no_gradients_of_it() -> None:
     for each in (plain, model):
         plain_step(each)
     check(plain, model)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_backward_hooks_of_modules_meet_no_gradients_of_this_rank_alone(original: bool) -> None:
+    plain, model = nets(use_orig_params=original)
+    seen: list[int] = []
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        seen.append(len(grads))
+        for each in grads:
+            each.zero_()
+
+    for step in range(3):
+        if step:  # also in a unit whose hooks were muted before
+            blocks(model)[1].down.register_full_backward_hook(hook)
+        for each in (plain, model):
+            plain_step(each)
+        check(plain, model)
+    assert seen and not any(seen)
 
 
 class Deep(nn.Sequential):
