@@ -62,7 +62,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
             adamw = torch.optim.AdamW(others, **common)
             flatfsdp.fuse_optimizer_steps(adamw)
             self._inner.append((adamw, len(others)))
+        self._is_built = False
         super().__init__([group for inner, _ in self._inner for group in inner.param_groups], common)
+        self._is_built = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: which optimizer would step on it?"""
+        if self._is_built:
+            raise ConfigValueError(
+                "optimizer: muon takes no more parameter groups. Let all parameters require gradients when it is made, "
+                "and freeze them with requires_grad_(False)"
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -248,6 +248,30 @@ def test_a_matrix_in_two_groups_is_refused_as_by_torch(pool2: Run) -> None:
     pool2(_given_twice)
 
 
+def _changed_before_a_step(rank: int, world: int) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False)), use_orig_params=True)
+    steps = flatfsdp.matrix_steps(partial(torch.optim.Muon, weight_decay=0.0), model.parameters())
+    (weight,) = model.parameters()
+
+    def drop(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert weight.grad is not None
+        weight.grad.zero_()
+
+    handle = steps.optimizer.register_step_pre_hook(drop)
+    before = weight.detach().clone()
+    for drops in (True, True, False):
+        if not drops:
+            handle.remove()
+        model(torch.ones(2, 4)).sum().backward()
+        steps.optimizer.step()
+        steps.optimizer.zero_grad()
+        assert torch.equal(weight, before) is (drops or not weight.numel())
+
+
+def test_hooks_before_a_step_change_gradients(pool2: Run) -> None:
+    pool2(_changed_before_a_step)
+
+
 def hugging_face_adafactor(params: Any) -> torch.optim.Optimizer:
     optimization = importlib.import_module("transformers.optimization")  # an extra of the trainer
     return optimization.Adafactor(params, lr=0.05, relative_step=False, beta1=0.9)

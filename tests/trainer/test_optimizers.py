@@ -130,6 +130,13 @@ def test_muon_steps_on_matrices_and_adamw_on_the_rest_as_in_one_process(front: s
         assert not [name for name, equal in same.items() if not equal]
 
 
+def test_muon_takes_no_group_later() -> None:
+    with fake_world(2):
+        optimizer = make_optimizer(wrapped(), TrainingArguments(optimizer="muon"))
+        with pytest.raises(ConfigValueError, match="muon takes no more parameter groups"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 def test_muon_without_matrices_of_its_own_is_refused() -> None:
     with fake_world(2):
         model = wrapped(use_orig_params=False)

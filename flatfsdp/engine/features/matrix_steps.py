@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..base._dtensor import is_dtensor
@@ -24,7 +25,7 @@ from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
 from ..flat.flat_param import FlatParameter
-from ..guards.optimizer_hooks import is_at_work, steps_on_wholes
+from ..guards.optimizer_hooks import is_at_work, looking, steps_on_wholes
 from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
@@ -92,12 +93,14 @@ class MatrixSteps:
         self._steps: _Steps | None = None
         self._stand_in: torch.optim.Optimizer | None = None
         self._given: tuple[State, list[State]] = {}, []  # attributes and groups of the stand-in before its step
-        self._hooks = (
+        self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_post_hook(self._after_loading),
-        )
+        ]
+        self._last_as_of = RemovableHandle.next_id  # when ours was the last hook before a step
+        looking.add(weakref.ref(self, looking.discard))
         self._has_wholes = True  # whether there may be states of whole matrices, on any rank
         steps_on_wholes[optimizer] = weakref.ref(self)
 
@@ -148,6 +151,7 @@ class MatrixSteps:
             raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
         for hook in self._hooks:
             hook.remove()
+        looking.discard(weakref.ref(self))
         steps_on_wholes.pop(self.optimizer, None)
 
     @torch.no_grad()
@@ -175,6 +179,13 @@ class MatrixSteps:
         return None if entries is None else self._work.state_before_first_step(entries)
 
     # -- a step --------------------------------------------------------------------------------------------------------
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the hooks of `optimizer.step()`: let ours be the last. Others may change gradients."""
+        if optimizer is self.optimizer and RemovableHandle.next_id != self._last_as_of:
+            self._hooks[0].remove()
+            self._hooks[0] = optimizer.register_step_pre_hook(self._before_step)
+            self._last_as_of = RemovableHandle.next_id
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """A pre-hook of `optimizer.step()`: steps on all matrices, and leaves the other parameters to a stand-in."""
