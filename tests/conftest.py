@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import multiprocessing.process
 import os
 import shutil
@@ -59,11 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"pytestmark of these files has no tier, or several, of {[*TIERS]}: {sorted(wrong)}")
 
 
+_ENDED = itertools.count(1)
+
+
 def pytest_collection_finish() -> None:
     """The collector need not go through torch's objects and all tests each time: that was a sixth of the time of tests
     in this process."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Nor need it go through what earlier tests have left: imports, caches and reports."""
+    if next(_ENDED) % 50 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

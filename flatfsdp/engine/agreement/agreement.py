@@ -248,8 +248,6 @@ class Agreement(Peers):
             self.peers.raise_verdict()
             gathered, _, before = self.issued.take()
             self.sequence.show(self._issued(gathered, None, before), issued=self.sequence.issued)
-            if self.member.turns:
-                self.member.compare_issued()
 
     # -- between iterations ------------------------------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ class ParamRef:
             parameters = module._parameters
             if not isinstance(parameters, Listing):
                 parameters = module.__dict__["_parameters"] = Listing(module)
+            module.__dict__.pop(self.attribute, None)  # what was seen in its place
             parameters.managed[self.attribute] = listed, with_leaves, self.leaf
             parameters[self.attribute] = self._held[self._number] = self.leaf
             self.keeps_place = True
