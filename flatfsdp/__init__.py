@@ -12,6 +12,7 @@ from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
 from .engine.features.conditional_units import ensure_unit_participation
 from .engine.features.forward_methods import register_fsdp_forward_method
+from .engine.features.deterministic_sums import microbatch
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
@@ -56,6 +57,7 @@ __all__ = [
     "inference",
     "join",
     "memory_plan",
+    "microbatch",
     "optimizer_in_backward",
     "register_fsdp_forward_method",
     "retain_host_memory",

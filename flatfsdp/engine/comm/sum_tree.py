@@ -9,7 +9,7 @@ one rank travel as they are. Each node is rounded once, so the error grows with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,3 +100,36 @@ class SumTree:
         other = self._sum(second, terms, torch.empty_like(output) if in_use and second not in terms else output, None)
         torch.add(*((other, one) if is_right else (one, other)), out=output)  # in order: a NaN may be that of the first
         return output
+
+
+@dataclass(frozen=True)
+class BlockExchange:
+    """One exchange of blocks over an axis, in which each rank gets its piece of all of them.
+
+    Attributes:
+        of_ranks: the blocks that each rank sends; kept: those of which every rank has its piece from earlier ones.
+        results: the blocks that they are merged to.
+    """
+
+    tree: SumTree
+    of_ranks: tuple[tuple[Block, ...], ...]
+    kept: tuple[Block, ...]
+    results: tuple[Block, ...]
+
+    @staticmethod
+    def of(tree: SumTree, of_ranks: Iterable[Sequence[Block]], kept: Sequence[Block] = ()) -> BlockExchange:
+        """The exchange of these blocks."""
+        sent = tuple(map(tuple, of_ranks))
+        results = tree.merged([*kept, *(block for blocks in sent for block in blocks)])
+        return BlockExchange(tree, sent, tuple(kept), tuple(results))
+
+    @property
+    def most(self) -> int:
+        """The most blocks of a rank."""
+        return max(map(len, self.of_ranks))
+
+    def add_up(self, terms: Mapping[Block, torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Write the results to `outputs`."""
+        for block, output in zip(self.results, outputs, strict=True):
+            inside = {each: term for each, term in terms.items() if self.tree.contains(block, each)}
+            self.tree.add_up(block, inside, output)

@@ -17,6 +17,7 @@ from ..agreement.process_groups import extent_of, groups_in_words
 from ..base.peers import Fact, UnitEntry
 from ..flat.faces import fact_of
 from ..planning.planned import PlannedLayout
+from ..runtime.resources import ModelSettings
 from ..runtime.setup import Setup
 from ..runtime.unit import Unit
 from ..transforms.extensions import transformed_in
@@ -38,9 +39,7 @@ def introduce(setup: Setup, *, training: bool) -> None:
     )
     settings = setup.settings
     agreement.compare(
-        functools.partial(
-            describe, units, check_values=settings.check_values, join_units_below=settings.join_units_below
-        ),
+        functools.partial(describe, units, settings),
         setup.checksums if training else None,
     )
     for plan in {id(plan): plan for unit in units for plan in unit.axes.all if plan.replicate is not None}.values():
@@ -48,12 +47,13 @@ def introduce(setup: Setup, *, training: bool) -> None:
     logger.debug("initialized %d units: %s", len(units), ", ".join([unit.label for unit in units]))
 
 
-def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int) -> list[Fact]:
+def describe(units: Sequence[Unit], settings: ModelSettings) -> list[Fact]:
     """All facts that must be equal on the ranks of a model, in a fixed order."""
-    facts = [("construction", "succeeded", True), ("check_values", check_values, True)]
-    facts.append(("join_units_below", str(join_units_below), True))
-    settings = {name: value for axis in own_axes(units) for name, value in axis.settings.items()}
-    facts += [(name, value, True) for name, value in settings.items()]
+    facts = [("construction", "succeeded", True), ("check_values", settings.check_values, True)]
+    facts.append(("join_units_below", str(settings.join_units_below), True))
+    facts.append(("deterministic_sums", str(settings.deterministic_sums), True))
+    chosen = {name: value for axis in own_axes(units) for name, value in axis.settings.items()}
+    facts += [(name, value, True) for name, value in chosen.items()]
     numbers = {unit: str(number) for number, unit in enumerate(units)}
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups
