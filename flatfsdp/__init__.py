@@ -11,8 +11,8 @@ from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
 from .engine.features.conditional_units import ensure_unit_participation
-from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.deterministic_sums import microbatch
+from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward

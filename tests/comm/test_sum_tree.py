@@ -53,7 +53,7 @@ def test_aligned_ranks_send_one_block() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_partition(seed: int) -> None:
-    """Ranks merge what they have, in a random order, and one of them merges what they send, in one of its own blocks."""
+    """Ranks merge what they have, in a random order; one merges all that they send, in one of its own blocks."""
     draw = random.Random(seed)
     count, world = draw.randint(1, 40), draw.randint(1, 8)
     torch.manual_seed(seed)

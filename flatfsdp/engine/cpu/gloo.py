@@ -31,8 +31,8 @@ from ..base.overrides import is_memoryless
 from ..base.wait_limits import blocked
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
-from ..comm.sum_tree import BlockExchange
 from ..comm.process_group_transport import Several, as_bytes, copy, copy_apart
+from ..comm.sum_tree import BlockExchange
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
 from ..transports.pieces import RankPieces, add_up, cut, pieces_of_ranks
@@ -148,7 +148,9 @@ class DeterministicGloo(StagedTransport):
         if not isinstance(shared, SharedMemoryExchange) or isinstance(shared, SimulatedSharedMemory):
             return super().sum_blocks(exchange, blocks, kept, outputs, stream, sizes=sizes, share=share)
         self.comm_stats.log("reduce_scatter", len(blocks) * sum(sizes) * outputs[0].element_size())
-        return self._exchange(stream, lambda: shared.sum_blocks(exchange, blocks, kept, outputs, sizes, share), *outputs)
+        return self._exchange(
+            stream, lambda: shared.sum_blocks(exchange, blocks, kept, outputs, sizes, share), *outputs
+        )
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
         shared = self._shared_memory(sent)

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from ...errors import UsageError, fail
-from ..comm.sum_tree import Block, BlockExchange, SumTree
 from ..comm.process_group_transport import all_of
+from ..comm.sum_tree import Block, BlockExchange, SumTree
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer, Transport
 from ..device.memory import MemoryTracker
@@ -209,8 +209,8 @@ class BlockSums:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """One flat parameter in a reduction: its unsharded blocks, of which the last is in the buffer of the engine, and the
-    number of exchanges when it was reduced before."""
+    """One flat parameter in a reduction: its unsharded blocks, of which the last is in the buffer of the engine, and
+    the number of exchanges when it was reduced before."""
 
     state: BlockSums
     blocks: Mapping[Block, Held]

@@ -37,8 +37,10 @@ from ..models.spread import norm_axes, part_axes
 from ..runtime.model import Model
 from ..runtime.unit import Unit
 from ..transports.blocking import all_reduce_now, gather_now
+from .deterministic_sums import DeterministicSums
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
+from .tiled_norms import power_sum
 
 Grads = list[torch.Tensor]
 
@@ -136,10 +138,15 @@ class _Gradients(NamedTuple):
             return self.whole
         return self.sharded.setdefault(tuple(axis.group.process_group for axis in axes), (axes, []))[1]
 
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which norms are computed."""
+        is_wide = not (self.dtypes | self.summed).isdisjoint((torch.float64, torch.complex128))
+        return torch.float64 if is_wide else torch.float32
+
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
         """The norm of all these gradients, in float32 or float64. Collective over the groups of `sharded`."""
-        is_wide = not (self.dtypes | self.summed).isdisjoint((torch.float64, torch.complex128))
-        wide = torch.float64 if is_wide else torch.float32
+        wide = self.wide
         total = _power_sum(self.whole, p, device, wide)
         for axes, grads in self.sharded.values():
             summed = _power_sum(grads, p, device, wide)
@@ -188,7 +195,7 @@ def clip_grad_norm(
     chosen = {id(parameter): parameter for parameter in parameters}
     with _collective_call(models, chosen.keys(), call, p):
         found = _Gradients.of(models, chosen)
-        norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
+        norm = _norm_of(found, models, chosen, p, call, error_if_nonfinite=error_if_nonfinite)
         every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
         if not every:
             warn(
@@ -225,6 +232,8 @@ def _collective_call(models: Iterable[Model], chosen: Set[int], call: str, p: fl
                     "their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
                     "no_step() of the OptimizerInBackward, or clip each gradient by value, in a post-accumulate hook"
                 )
+            if (sums := model.observers.find(DeterministicSums)) is not None:
+                sums.check_complete(call)
             for window in open_windows(model):
                 if window.is_stepped_by(chosen):
                     raise UsageError(
@@ -237,9 +246,19 @@ def _collective_call(models: Iterable[Model], chosen: Set[int], call: str, p: fl
 
 
 def _norm_of(
-    found: _Gradients, models: Sequence[Model], p: float, call: str, *, error_if_nonfinite: bool
+    found: _Gradients,
+    models: Sequence[Model],
+    chosen: Mapping[int, torch.Tensor],
+    p: float,
+    call: str,
+    *,
+    error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    norm = found.norm(p, models[0].resources.device.device)
+    if not math.isinf(p) and all(each.observers.find(DeterministicSums) is not None for each in models):
+        norm = power_sum(models, chosen, p, found.wide)
+        norm = norm if p == 0 else norm ** (1.0 / p)
+    else:
+        norm = found.norm(p, models[0].resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         culprits = [
             of_all_ranks(first_gradient(each.units), agreement_of(each.agreement), each.units) for each in models
@@ -331,8 +350,10 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             before_norm(model, f"{call}()")
         with _collective_call(models, chosen.keys(), call, p):
             found = _Gradients.of(models, chosen)
-            found.add_whole(each for each in given if id(each) not in holders)
-            return found.in_their_dtype(_norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite))
+            others = {id(each): each for each in given if id(each) not in holders}
+            found.add_whole(others.values())
+            norm = _norm_of(found, models, chosen, p, call, error_if_nonfinite=error_if_nonfinite)
+            return found.in_their_dtype(norm)
 
     return get_total_norm
 

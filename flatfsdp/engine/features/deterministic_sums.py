@@ -16,8 +16,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +37,11 @@ from ..runtime.unit import Unit
 from ..runtime.unit_state import Resolved
 from .block_reducer import BlockSums, Ledger, Step
 
-LARGEST = 2**31 - 1  # the most microbatches of a step
-BITS = 62  # microbatches per number that ranks exchange
+BITS = 62  # microbatches per number that ranks exchange, two at a time
 
 
-class Microbatch(NamedTuple):
+@dataclass(frozen=True)
+class Microbatch:
     """One microbatch: its index, None for a stand-in, and the number of all."""
 
     index: int | None
@@ -89,7 +89,9 @@ def microbatch(index: int | None, *, of: int) -> Iterator[None]:
         if index >= of:
             raise UsageError(f"microbatch: index: got {index}, of={of}. Accepted: {accepted}")
     if _running.value is not None:
-        raise UsageError(f"microbatch({index}, of={of}) inside of microbatch({_running.value.index}): use one at a time")
+        raise UsageError(
+            f"microbatch({index}, of={of}) inside of microbatch({_running.value.index}): use one at a time"
+        )
     with _running.being(Microbatch(index, of)):
         yield
 
@@ -240,18 +242,16 @@ class DeterministicSums(Observer):
                 self.ledger.groups[rank] = frozenset(r for r, (other, *_) in groups.items() if other == group)
         own, step.unsent = sorted(step.unsent), set()
         first, last = (own[0], own[-1]) if own else (0, -1)
-        answers = peers.numbers_of_ranks(step.tree.leaves, first, last)
+        answers = peers.numbers_of_ranks(step.tree.leaves, first, last, *_bits(own, first))
         sizes = {rank: leaves for rank, (leaves, *_) in answers.items()}
         if len(set(sizes.values())) > 1:
             texts = [f"rank {rank} has of={leaves}" for rank, leaves in sorted(sizes.items())]
             raise UsageError(f"deterministic_sums=True: microbatches of one step with different sizes: {few(texts)}")
-        added = {rank: set[int]() for rank in answers}
-        for begin in range(0, max(end - start + 1 for _, start, end in answers.values()), 2 * BITS):
-            bits = [_bits(own, first + begin), _bits(own, first + begin + BITS)]
-            for rank, numbers in peers.numbers_of_ranks(*bits).items():
-                start = answers[rank][1] + begin
-                for offset, number in enumerate(numbers):
-                    added[rank].update(start + offset * BITS + bit for bit in range(BITS) if number >> bit & 1)
+        added = {rank: _indices(bits, start) for rank, (_, start, _, *bits) in answers.items()}
+        longest = max(end - start for _, start, end, *_ in answers.values())
+        for begin in range(2 * BITS, longest + 1, 2 * BITS):
+            for rank, bits in peers.numbers_of_ranks(*_bits(own, first + begin)).items():
+                added[rank] |= _indices(bits, answers[rank][1] + begin)
         self._check_repeated(step, added)
         step.exchanged.append({rank: frozenset(indices) for rank, indices in added.items()})
         step.is_complete = sum(len(indices) for each in step.exchanged for indices in each.values()) == step.tree.leaves
@@ -268,8 +268,8 @@ class DeterministicSums(Observer):
             raise UsageError(
                 f"deterministic_sums=True: microbatch {repeated[0]} of {step.tree.leaves} ran on "
                 f"{ranks_in_words(sorted(owners[repeated[0]]))}, but each belongs to one rank"
-                f"{f' (and {len(repeated) - 1} more like it)' if len(repeated) > 1 else ''}. Number the microbatches of "
-                "all ranks together, for example rank * count + number"
+                f"{f' (and {len(repeated) - 1} more like it)' if len(repeated) > 1 else ''}. Number the microbatches "
+                "of all ranks together, for example rank * count + number"
             )
 
     def _sum_partially(self) -> None:
@@ -327,8 +327,17 @@ def attach_deterministic_sums(model: Model, nested: Iterable[Unit]) -> None:
         model.observers.add(DeterministicSums(model))
 
 
-def _bits(indices: Sequence[int], first: int) -> int:
-    return sum(1 << index - first for index in indices if first <= index < first + BITS)
+def _bits(indices: Sequence[int], first: int) -> tuple[int, int]:
+    """Two numbers with a bit for each of `indices`, from `first` on."""
+    bits = sum(1 << index - first for index in indices if first <= index < first + 2 * BITS)
+    return bits & (1 << BITS) - 1, bits >> BITS
+
+
+def _indices(bits: Sequence[int], first: int) -> set[int]:
+    """The indices of which `_bits` has made these."""
+    return {
+        first + offset * BITS + bit for offset, number in enumerate(bits) for bit in range(BITS) if number >> bit & 1
+    }
 
 
 def _ranks_of(axis: Axis | None) -> tuple[int, ...]:
@@ -344,7 +353,7 @@ def _check_next(step: Step, running: Microbatch) -> None:
         )
     if running.index in step.own:
         raise UsageError(
-            f"microbatch({running.index}, of={running.of}): a backward of this microbatch has run in this step already. "
+            f"microbatch({running.index}, of={running.of}): a backward of this microbatch has run in this step. "
             "Each index belongs to one backward; zero_grad() drops a step only while all of its backwards were "
             "under no_sync()"
         )
@@ -355,6 +364,11 @@ def _check_unit(unit: Unit, *, alone: bool) -> None:
     problem = ""
     if unit.axes.elsewhere or not alone:
         problem = "its parameters are spread over other ranks than those of other units. Shard all over the same ranks"
+    if any(views.extended for views in unit.views):
+        problem = (
+            "it has DTensors (tensor parallelism), quantized weights or others that are stored in another form: their "
+            "sums over ranks have an order of their own. Shard plain parameters"
+        )
     for handle in unit.handles:
         precision = handle.precision
         reduces = handle.options.trainable and precision.master.is_floating_point
@@ -383,8 +397,7 @@ def _check_options(unit: Unit) -> None:
         problem = "a communication hook sums gradients in an order of its own"
     elif options.schedule.divide_by is not None:
         problem = "set_gradient_divide_factor() was called, but gradients are divided by the `of` of microbatch()"
-    elif not options.schedule.all_reduce:
+    elif options.schedule.reduce and not options.schedule.all_reduce:
         problem = "set_requires_all_reduce(False) was called, but partial sums follow from the microbatches"
     if problem:
         raise UsageError(f"deterministic_sums=True: unit {unit.label}: {problem}. Use only one of the two")
-

@@ -332,7 +332,7 @@ class StagedTransport(ProcessGroupTransport):
     def _exchange_messages(
         self, arrived: torch.Tensor, outgoing: torch.Tensor, arriving: list[int], sent: list[int], stream: Stream
     ) -> PendingWork:
-        """Send the parts of `outgoing`, of the sizes `sent`, to the ranks, and receive theirs; on the running stream."""
+        """Send the parts of `outgoing`, of the sizes `sent`, to the ranks, and receive theirs; on this stream."""
         work = self._start_messages(arrived, outgoing, arriving, sent)
         if stream.is_callers:
             return PendingWork(work=work, keep=(arrived, outgoing))
