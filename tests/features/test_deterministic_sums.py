@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
-from flatfsdp.errors import AgreementError, ConfigTypeError, ConfigValueError, UsageError
+from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
 from tests.conftest import Run
 from tests.harness.meshes import shared_mesh
 
@@ -167,3 +167,240 @@ def test_one_hash(run: Run, name: str, accumulates: bool) -> None:
     expected = on_one(run, WRAPS[name], 7, owners, True, clips=True)
     assert {*run(2, train, WRAPS[name], 7, owners, accumulates, clips=True)} == {expected}
     assert {*run(3, train, WRAPS[name], 7, aligned, accumulates, clips=True)} == {expected}
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_hybrids(run: Run, strategy: str, accumulates: bool) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True)
+    hybrid = partial(wrapped, mesh=(2, 2), sharding_strategy=strategy)
+    assert {*run(4, train, hybrid, 7, in_turns, accumulates)} == {expected}
+    assert {*run(4, train, partial(hybrid, use_orig_params=False), 7, unevenly, accumulates)} == {expected}
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_bf16_and_recomputation(run: Run, accumulates: bool) -> None:
+    wrap = partial(wrapped, mixed_precision=BF16)
+    expected = on_one(run, wrap, 5, in_turns, True, recomputed=True)
+    assert {*run(2, train, wrap, 5, in_turns, accumulates, recomputed=True)} == {expected}
+    assert {*run(3, train, wrap, 5, aligned, accumulates, recomputed=True)} == {expected}
+
+
+def through_messages(rank: int, world: int, *args: Any) -> str:
+    """`train` without shared memory."""
+    flatfsdp.share_host_memory(False)
+    try:
+        return train(rank, world, *args)
+    finally:
+        flatfsdp.share_host_memory(True)
+
+
+@pytest.mark.parametrize("name", ["originals", "NO_SHARD", "fully_shard"])
+def test_messages(run: Run, name: str) -> None:
+    expected = on_one(run, WRAPS[name], 7, in_turns, True)
+    assert {*run(3, through_messages, WRAPS[name], 7, in_turns, True)} == {expected}
+    assert {*run(2, through_messages, WRAPS[name], 7, unevenly, False)} == {expected}
+
+
+def stepped_in_backward(rank: int, world: int, count: int, owners: Owners, accumulates: bool) -> str:
+    torch.manual_seed(0)
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    flatfsdp.optimizer_in_backward(model, optimizer)
+    for step in range(3):
+        for index, last in rounds(owners(count, world), rank):
+            with unsynchronized(model, last or not accumulates), flatfsdp.microbatch(index, of=count):
+                model(batch(step, index or 0), rarely=index in (1, 5)).square().mean().backward()
+    return digest(model, optimizer)
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_optimizer_in_backward(run: Run, accumulates: bool) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True)
+    assert {*run(2, stepped_in_backward, 7, in_turns, accumulates)} == {expected}
+
+
+def gradients(rank: int, world: int, count: int, deterministic: bool, spread: float, accumulates: bool) -> list[Tensor]:
+    """Whole gradients of one step, by rank 0's microbatches if `deterministic` is False."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3), deterministic_sums=deterministic)
+    for index, last in rounds(in_turns(count, world), rank):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(index or 0)) * 10.0 ** (
+            spread * ((index or 0) % 7 - 3)
+        )
+        context = flatfsdp.microbatch(index, of=count) if deterministic else nullcontext()
+        with unsynchronized(model, last or not accumulates), context:
+            (model(x).sum() / (1 if deterministic else count / world)).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spread", [0, 4, 10])
+def test_close_to_plain_sums(run: Run, spread: float) -> None:
+    """The mean is that of other sums, from 1e-30 to 1e30: a tree rounds less than a sum one after the other."""
+    plain = run(2, gradients, 8, False, spread, True)[0]
+    summed = run(2, gradients, 8, True, spread, True)[0]
+    for one, other in zip(plain, summed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(one.abs().max()))
+
+
+def poisoned(rank: int, world: int, value: float) -> list[bool]:
+    model = wrapped(nn.Linear(5, 3))
+    for index, last in rounds([0, 1, 0], rank):
+        x = torch.full((2, 5), value if index is None or index == 2 else 1.0)
+        with unsynchronized(model, last), flatfsdp.microbatch(index, of=3):
+            (model(x) * (0.0 if index is None else 1.0)).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        grads = [parameter.grad for parameter in model.parameters()]
+    return [bool(grad.isfinite().all()) for grad in grads if grad is not None]
+
+
+def test_infinity_arrives(run: Run) -> None:
+    assert run(2, poisoned, float("inf")) == [[False, True]] * 2
+    assert run(2, poisoned, float("nan")) == [[False, True]] * 2
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world: int, case: str) -> str:
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 5)
+
+    def run_one(index: int | None, of: int) -> None:
+        with flatfsdp.microbatch(index, of=of):
+            model(x).sum().backward()
+
+    try:
+        if case == "no microbatch":
+            model(x).sum().backward()
+        elif case == "twice":
+            run_one(rank, 4)
+            run_one(rank, 4)
+        elif case == "on two ranks":
+            run_one(0, 2)
+        elif case == "other number":
+            run_one(rank, 4)
+            run_one(rank + 2, 5)
+        elif case == "other number on a rank":
+            run_one(rank, 4 + rank)
+        elif case == "gap":
+            run_one(2 * rank, 4)
+            optimizer.step()
+        elif case == "gap, clipped":
+            run_one(2 * rank, 4)
+            model.clip_grad_norm_(1.0)
+        elif case == "all under no_sync":
+            with model.no_sync():
+                run_one(rank, 2)
+            optimizer.step()
+        elif case == "dropped":
+            run_one(rank, 4)
+            with model.no_sync():
+                run_one(rank + 2, 4)
+            optimizer.zero_grad()
+            run_one(None, 4)
+        elif case == "joined":
+            with flatfsdp.join(model) as joined:
+                for _ in joined(range(1 + rank)):
+                    run_one(rank, 2)
+        elif case == "all-reduce hook":
+            model.set_all_reduce_hook(lambda grad: None)
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no microbatch", "outside of flatfsdp.microbatch"),
+        ("twice", "a backward of this microbatch has run in this step"),
+        ("on two ranks", "microbatch 0 of 2 ran on ranks 0, 1"),
+        ("other number", "earlier microbatches of this step had of=4"),
+        ("other number on a rank", "rank 0 has of=4, rank 1 has of=5"),
+        ("gap", "of 4 microbatches, microbatches 1, 3 did not come"),
+        ("gap, clipped", "microbatches 1, 3 did not come"),
+        ("all under no_sync", "outside of no_sync()"),
+        ("dropped", "was dropped between microbatches"),
+        ("joined", "flatfsdp.join() weighs"),
+    ],
+)
+def test_refused(run: Run, case: str, words: str) -> None:
+    for message in run(2, refused, case):
+        assert words in message
+
+
+def begun_again(rank: int, world: int) -> bool:
+    """`zero_grad()` under `no_sync()` drops what has run of a step; so does a backward that fails."""
+    expected = gradients(rank, world, 4, True, 0, True)
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3))
+
+    def run_one(index: int, fails: bool = False) -> None:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(index))
+        with flatfsdp.microbatch(index, of=4):
+            out = model(x).sum()
+            if fails:
+                out.register_hook(lambda grad: 1 / 0)
+            out.backward()
+
+    with model.no_sync():
+        run_one(rank)
+    model.zero_grad()
+    with model.no_sync():
+        run_one(rank)
+    run_one(rank + 2)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_begun_again(run: Run) -> None:
+    assert run(2, begun_again) == [True, True]
+
+
+REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "bf16 sums": (lambda: nn.Linear(4, 4), {"mixed_precision": torch.bfloat16}, "reduce_dtype=torch.float32"),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {}, "updates statistics"),
+    "few bits": (
+        lambda: nn.Linear(4, 4),
+        {"mixed_precision": MixedPrecision(reduce_dtype=torch.float32, reduce_bits=8)},
+        "in few bits",
+    ),
+}
+
+
+def build_refused(rank: int, world: int, name: str) -> str:
+    build, options, _ = REFUSED_MODELS[name]
+    model = FullyShardedDataParallel(build(), deterministic_sums=True, **options)
+    try:
+        with flatfsdp.microbatch(rank, of=world):
+            model(torch.ones(2, 4))
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_refused_models(run: Run, name: str) -> None:
+    for message in run(2, build_refused, name):
+        assert REFUSED_MODELS[name][2] in message
+
+
+@pytest.mark.parametrize(
+    ("index", "of", "error"),
+    [(0, 0, ConfigValueError), (0, "3", ConfigTypeError), (-1, 3, ConfigValueError), (3, 3, ConfigValueError)],
+)
+def test_arguments(index: int, of: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="microbatch"), flatfsdp.microbatch(index, of=of):
+        pass
+
+
+def test_one_at_a_time() -> None:
+    with flatfsdp.microbatch(0, of=2), pytest.raises(UsageError, match="inside of"), flatfsdp.microbatch(1, of=2):
+        pass

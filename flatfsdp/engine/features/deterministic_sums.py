@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...api import check_number
-from ...errors import UsageError, few, ranks_in_words
+from ...errors import UsageError, few, ranks_in_words, refuse_value
 from ..agreement.agreement import agreement_of
 from ..base import _torch
 from ..base.events import Observer
@@ -87,7 +87,7 @@ def microbatch(index: int | None, *, of: int) -> Iterator[None]:
         accepted = f"an index from 0 to {of - 1}, or None for a batch whose gradients are dropped"
         check_number("microbatch: index", index, accepted, 0)
         if index >= of:
-            raise UsageError(f"microbatch: index: got {index}, of={of}. Accepted: {accepted}")
+            refuse_value("microbatch: index", index, accepted)
     if _running.value is not None:
         raise UsageError(
             f"microbatch({index}, of={of}) inside of microbatch({_running.value.index}): use one at a time"
