@@ -247,6 +247,12 @@ def test_close_to_plain_sums(run: Run, spread: float) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(one.abs().max()))
 
 
+def test_plain_sums_differ(run: Run) -> None:
+    """What the other tests compare would differ between ranks without this mode."""
+    on_three, on_one = (run(world, gradients, 6, False, 1, True)[0] for world in (3, 1))
+    assert not all(map(torch.equal, on_three, on_one))
+
+
 def poisoned(rank: int, world: int, value: float) -> list[bool]:
     model = wrapped(nn.Linear(5, 3))
     for index, last in rounds([0, 1, 0], rank):

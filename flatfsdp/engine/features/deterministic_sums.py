@@ -14,7 +14,7 @@ gradient in a microbatch counts as zero there, and so does a unit that it does n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -261,10 +261,10 @@ class DeterministicSums(Observer):
 
     def _check_repeated(self, step: Step, added: dict[int, set[int]]) -> None:
         owners: dict[int, list[int]] = {}
-        for each in [*step.exchanged, added]:
-            for rank, indices in each.items():
-                for index in indices:
-                    owners.setdefault(index, []).append(rank)
+        every: list[Mapping[int, Set[int]]] = [*step.exchanged, added]
+        for rank, indices in [item for each in every for item in each.items()]:
+            for index in indices:
+                owners.setdefault(index, []).append(rank)
         if repeated := sorted(index for index, ranks in owners.items() if len(ranks) > 1):
             raise UsageError(
                 f"deterministic_sums=True: microbatch {repeated[0]} of {step.tree.leaves} ran on "
