@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
+import flatfsdp.checkpoint
 from flatfsdp import FullyShardedDataParallel, MixedPrecision
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, UsageError
 from tests.conftest import Run
@@ -267,6 +269,57 @@ def poisoned(rank: int, world: int, value: float) -> list[bool]:
 def test_infinity_arrives(run: Run) -> None:
     assert run(2, poisoned, float("inf")) == [[False, True]] * 2
     assert run(2, poisoned, float("nan")) == [[False, True]] * 2
+
+
+def stopped(rank: int, world: int, folder: str, first: int, last: int) -> str:
+    """Steps `first` to `last`, from a checkpoint if `first` is not 0, and to one."""
+    torch.manual_seed(0)
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    if first:
+        flatfsdp.checkpoint.load(f"{folder}/{first}", model=model, optimizer=optimizer)
+    for step in range(first, last):
+        for index, is_last in rounds(in_turns(5, world), rank):
+            with unsynchronized(model, is_last), flatfsdp.microbatch(index, of=5):
+                model(batch(step, index or 0), rarely=index == 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    flatfsdp.checkpoint.save(f"{folder}/{last}", model=model, optimizer=optimizer)
+    return digest(model, optimizer)
+
+
+def test_resumed_on_fewer_ranks(run: Run, tmp_path: Path) -> None:
+    run(3, stopped, str(tmp_path / "with"), 0, 2)
+    resumed = run(2, stopped, str(tmp_path / "with"), 2, 4)
+    assert {*resumed} == {*run(1, stopped, str(tmp_path / "without"), 0, 4)}
+
+
+def reduced_later(rank: int, world: int) -> bool:
+    expected = gradients(rank, world, 4, True, 0, True)
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3))
+    with model.no_sync():
+        for index in (rank, rank + 2):
+            with flatfsdp.microbatch(index, of=4):
+                model(torch.randn(4, 5, generator=torch.Generator().manual_seed(index))).sum().backward()
+    model.reduce_accumulated_gradients()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_reduced_without_a_backward(run: Run) -> None:
+    assert run(2, reduced_later) == [True, True]
+
+
+def test_memory_plan() -> None:
+    figures = []
+    for chosen in (False, True):
+        with flatfsdp.dry_run(4):
+            model = wrapped(nn.Linear(64, 64), deterministic_sums=chosen)
+            figures.append(flatfsdp.memory_plan(model, torch.optim.SGD(model.parameters()), microbatches=4))
+    plain, summed = figures
+    assert summed.params == plain.params
+    assert summed.comm["reduce_scatter"][0] == plain.comm["reduce_scatter"][0]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class BlockReducer:
             step.tree, [step.blocks_of([rank], since) for rank in ranks], step.blocks_of(ranks, 0, since)
         )
         blocks = [
-            pieces_of_ranks(TensorGroup.join([each.blocks[block].segments for each in joined]), len(ranks))
+            self._pieces(TensorGroup.join([each.blocks[block].segments for each in joined]))
             for block in exchange.of_ranks[self._axis.rank]
         ]
         kept = [_joined_up([each.state.kept[block] for each in joined]) for block in exchange.kept]
@@ -270,6 +270,11 @@ class BlockReducer:
             return DONE
         work = self._sum(exchange, blocks, kept, outputs, stream, [output.numel()] * len(ranks))
         return work.followed_by(finish, *kept)
+
+    def _pieces(self, segments: TensorGroup) -> list[RankPieces]:
+        if isinstance(self._transport, StagedTransport) and segments[1:]:
+            return self._transport.lists.of(segments).of_ranks  # which remembers them
+        return pieces_of_ranks(segments, self._axis.size)
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum the blocks of all ranks, of which the last is in `tensor`, in place. Collective."""

@@ -255,7 +255,10 @@ class DeterministicSums(Observer):
                 added[rank] |= _indices(bits, answers[rank][1] + begin)
         self._check_repeated(step, added)
         step.exchanged.append({rank: frozenset(indices) for rank, indices in added.items()})
-        step.is_complete = sum(len(indices) for each in step.exchanged for indices in each.values()) == step.tree.leaves
+        world = model.outermost.groups.world
+        found = sum(len(indices) for each in step.exchanged for indices in each.values())
+        # Where ranks are simulated, the others are taken to do as much as this one.
+        step.is_complete = found * (1 if len(answers) == world else world) >= step.tree.leaves
         if not all(added.values()):
             agreement_of(model.agreement).unused.compares = True  # ranks without a microbatch lack all gradients
 
@@ -295,6 +298,12 @@ class DeterministicSums(Observer):
 
     def backward_ended(self, backward: Any) -> None:
         self._restore()
+        if backward.schedule.brings and backward is not self._backward() and backward.sync:
+            raise UsageError(
+                "deterministic_sums=True: a backward brought gradients of parameters that its graph had not shown when "
+                "it began, so ranks did not say of which microbatch. Use checkpoint(..., use_reentrant=False), and no "
+                "custom autograd Functions that run backwards"
+            )
 
     def gradients_lost(self, units: Sequence[Unit]) -> None:
         self._restore()

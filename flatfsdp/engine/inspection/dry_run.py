@@ -29,6 +29,7 @@ from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
 from ..features.fake_tensors import without_memory
+from ..features.deterministic_sums import microbatch
 from ..features.optimizer_in_backward import OptimizerInBackward
 from ..models.rest import outermost_model
 from ..runtime.model_facts import steppable_of
@@ -216,7 +217,8 @@ def memory_plan(
             figures.reset()
             for number in range(microbatches):
                 model.set_requires_gradient_sync(number == microbatches - 1)
-                model(torch.zeros(())).float().backward()
+                with microbatch(number, of=microbatches):
+                    model(torch.zeros(())).float().backward()
             if max_norm is not None:
                 model.clip_grad_norm_(max_norm)
             comm, at_peak, unsharded, grads = (
