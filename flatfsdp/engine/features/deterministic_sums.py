@@ -298,7 +298,7 @@ class DeterministicSums(Observer):
 
     def backward_ended(self, backward: Any) -> None:
         self._restore()
-        if backward.schedule.brings and backward is not self._backward() and backward.sync:
+        if backward.schedule.brings and backward is not self._backward() and backward.task != -1:
             raise UsageError(
                 "deterministic_sums=True: a backward brought gradients of parameters that its graph had not shown when "
                 "it began, so ranks did not say of which microbatch. Use checkpoint(..., use_reentrant=False), and no "

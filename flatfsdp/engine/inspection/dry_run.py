@@ -28,8 +28,8 @@ from ..base.overrides import is_memoryless
 from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
-from ..features.fake_tensors import without_memory
 from ..features.deterministic_sums import microbatch
+from ..features.fake_tensors import without_memory
 from ..features.optimizer_in_backward import OptimizerInBackward
 from ..models.rest import outermost_model
 from ..runtime.model_facts import steppable_of
