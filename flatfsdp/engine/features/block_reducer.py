@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -40,16 +40,26 @@ class Step:
     exchanged: list[dict[int, frozenset[int]]] = field(default_factory=list)
     is_complete: bool = False
 
-    def blocks_of(self, ranks: Iterable[int], first: int = 0, last: int | None = None) -> list[Block]:
-        """The blocks that these ranks have added in exchanges from `first` to before `last`."""
-        added = self.exchanged[first:last]
-        return self.tree.blocks_of(index for rank in ranks for each in added for index in each.get(rank, ()))
+    def added_by(self, ranks: Iterable[int], first: int = 0, last: int | None = None) -> frozenset[int]:
+        """The microbatches that these ranks have added in exchanges from `first` to before `last`."""
+        found = [each[rank] for each in self.exchanged[first:last] for rank in ranks if rank in each]
+        return found[0] if len(found) == 1 else frozenset().union(*found)
 
     @property
     def missing(self) -> list[int]:
         """Those that no rank has added, as far as this rank knows."""
         found = self.own.union(*(indices for each in self.exchanged for indices in each.values()))
         return [index for index in range(self.tree.leaves) if index not in found]
+
+
+@lru_cache(maxsize=256)  # the same for all units, and mostly in all steps
+def _exchange(tree: SumTree, added: tuple[frozenset[int], ...], before: frozenset[int]) -> BlockExchange:
+    """The exchange of what each rank has added, where pieces of the microbatches `before` are kept."""
+    return BlockExchange.of(tree, [tree.blocks_of(each) for each in added], tree.blocks_of(before))
+
+
+def _nothing() -> None:
+    """The engine, or nobody else, owns the memory."""
 
 
 class Ledger:
@@ -82,6 +92,11 @@ class Held:
     segments: TensorGroup
     free: Callable[[], object]
     disown: Callable[[], object]
+
+
+def _held(tensor: torch.Tensor, segments: TensorGroup) -> Held:
+    """A block in memory that the engine owns, or that is freed with the tensor."""
+    return Held(tensor, segments, _nothing, _nothing)
 
 
 class BlockSums:
@@ -176,9 +191,9 @@ class BlockSums:
         blocks, self.blocks = self.blocks, {}
         in_place = alone and self.handle.is_unsharded_at_rest
         if in_place:  # no rank has pieces: sums of earlier backwards are whole
-            blocks |= {block: Held(each, TensorGroup([each]), int, int) for block, each in self.kept.items()}
+            blocks |= {block: _held(each, TensorGroup([each])) for block, each in self.kept.items()}
             self.keep({})
-        own = Held(buffer.tensor, given.segments, int, int)
+        own = _held(buffer.tensor, given.segments)
         if (current := self.ledger.current) is not None:
             blocks[0, current] = own
         blocks = self._merged(blocks, own)
@@ -242,15 +257,14 @@ class BlockReducer:
 
     def _scatter(self, output: torch.Tensor, joined: Sequence[Joined], stream: Stream) -> PendingWork:
         step, ranks, since = self._step, self._axis.ranks, joined[0].since
-        exchange = BlockExchange.of(
-            step.tree, [step.blocks_of([rank], since) for rank in ranks], step.blocks_of(ranks, 0, since)
-        )
+        added = tuple(step.added_by([rank], since) for rank in ranks)
+        exchange = _exchange(step.tree, added, step.added_by(ranks, 0, since))
         blocks = [
             self._pieces(TensorGroup.join([each.blocks[block].segments for each in joined]))
             for block in exchange.of_ranks[self._axis.rank]
         ]
-        kept = [_joined_up([each.state.kept[block] for each in joined]) for block in exchange.kept]
         with stream.running():
+            kept = [_joined_up([each.state.kept[block] for each in joined]) for block in exchange.kept]
             if not exchange.results:
                 output.zero_()
             outputs = [*(torch.empty_like(output) for _ in exchange.results[:-1]), output]
@@ -280,9 +294,10 @@ class BlockReducer:
         """Sum the blocks of all ranks, of which the last is in `tensor`, in place. Collective."""
         step, states = self._step, [each.state for each in self._joined]
         groups = [states[0].ledger.groups.get(rank, frozenset({rank})) for rank in self._axis.ranks]
-        exchange = BlockExchange.of(step.tree, [step.blocks_of(group) for group in groups])
+        exchange = _exchange(step.tree, tuple(map(step.added_by, groups)), frozenset())
         *others, last = states[0].kept or (None,)
-        whole = {block: _joined_up([state.kept[block] for state in states]) for block in others} | {last: tensor}
+        with stream.running():
+            whole = {block: _joined_up([state.kept[block] for state in states]) for block in others} | {last: tensor}
         pieces = [whole[block].view(-1).tensor_split(len(groups)) for block in exchange.of_ranks[self._axis.rank]]
         blocks = [[RankPieces([piece]) for piece in of_ranks] for of_ranks in pieces]
         shared = tensor.view(-1).tensor_split(len(groups))

@@ -194,14 +194,13 @@ class DeterministicSums(Observer):
 
     def _take_windows(self) -> None:
         """Take what the last backward has left in units, before the next one adds to it."""
-        step, dropped, left = self.ledger.step, [], []
-        for grads, state in self._states:
+        step, dropped, left = self.ledger.step, [], False
+        for grads, _ in self._states:
             filled = set(grads.slots.filled) if grads.accumulation.window_open else set()
             grads.stash_grads()  # drops what users have dropped
-            if filled and filled != grads.slots.filled:
+            left = left or bool(grads.slots.filled)
+            if filled != grads.slots.filled:
                 dropped.append(grads)
-            elif filled or state.blocks:
-                left.append(grads)
         if dropped and (left or (step is not None and step.exchanged)):
             raise UsageError(
                 f"deterministic_sums=True: .grad of unit {dropped[0].handle.label} was dropped between microbatches of "
