@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...api import check_number
 from ...errors import UsageError, few, ranks_in_words, refuse_value
@@ -37,6 +36,7 @@ from ..runtime.unit import Unit
 from ..runtime.unit_state import Resolved
 from .block_reducer import BlockSums, Ledger, Step
 
+BATCH_NORM: Any = torch.nn.BatchNorm1d.mro()[1]  # the base of all, which has no public name
 BITS = 62  # microbatches per number that ranks exchange, two at a time
 
 
@@ -390,7 +390,7 @@ def _check_unit(unit: Unit, *, alone: bool) -> None:
             problem = f"accumulate_dtype is {precision.accumulate}, expected that of the sum, {precision.reduce}"
     for entry in unit.entries:
         for name, module in entry.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            if isinstance(module, BATCH_NORM) and module.track_running_stats:
                 problem = (
                     f"{name or type(module).__name__} updates statistics of the batches that its rank has seen, which "
                     "are others on another number of ranks. Use GroupNorm or LayerNorm, or track_running_stats=False"
