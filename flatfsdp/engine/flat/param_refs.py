@@ -48,8 +48,8 @@ class Listing(dict[str, "nn.Parameter | None"]):
         managed: by name, the choice, whether the parameter is a leaf, and the parameter.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module._parameters)
+    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(parameters)
         self.managed: dict[str, tuple[Listed, bool, nn.Parameter]] = {}
 
     def _listed(self) -> dict[str, nn.Parameter | None]:
@@ -75,8 +75,20 @@ class Listing(dict[str, "nn.Parameter | None"]):
         return self._listed().items()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles have what is listed."""
-        return dict, (list(self._listed().items()),)
+        """Copies and pickles list the same."""
+        items = dict(dict.items(self))
+        kept = [(name, *each) for name, each in self.managed.items() if items.get(name) is each[2]]
+        return _copied, (items, [(name, listed.leaves, with_leaves) for name, listed, with_leaves, _ in kept])
+
+
+def _copied(items: dict[str, nn.Parameter | None], managed: list[tuple[str, bool, bool]]) -> Listing:
+    made = Listing(items)
+    for name, lists_leaves, with_leaves in managed:
+        listed, parameter = Listed(), items[name]
+        listed.leaves = lists_leaves
+        assert parameter is not None
+        made.managed[name] = listed, with_leaves, parameter
+    return made
 
 
 class ParamRef:
@@ -171,7 +183,7 @@ class ParamRef:
         if (module := self.module_ref()) is not None:
             parameters = module._parameters
             if not isinstance(parameters, Listing):
-                parameters = module.__dict__["_parameters"] = Listing(module)
+                parameters = module.__dict__["_parameters"] = Listing(parameters)
             module.__dict__.pop(self.attribute, None)  # what was seen in its place
             parameters.managed[self.attribute] = listed, with_leaves, self.leaf
             parameters[self.attribute] = self._held[self._number] = self.leaf
