@@ -245,7 +245,8 @@ class Turns(OpSequence):
         """The end of `GroupMember.compare_issued`, of a `member`."""
         if not any(each.sequence.in_backward for each in self._beside(member)):
             gathered, reduced = (tuple(each) for each in self.in_common.values())
-            self.take(ops.issued_by_all(gathered, reduced))
+            if len({each.model for each in (*gathered, *reduced)}) > 1:  # else others are left from failures
+                self.take(ops.issued_by_all(gathered, reduced))
             for each in self.in_common.values():
                 each.clear()
 
