@@ -14,6 +14,7 @@ from torch import nn
 import flatfsdp
 from tests.agreement.test_agreement import Net, step, wrap
 from tests.conftest import Run
+from tests.harness import inspect
 
 pytestmark = pytest.mark.distributed
 
@@ -89,3 +90,20 @@ def alike(rank: int, ranks: int, world: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_models_may_be_called_in_any_order_that_ranks_share(pool4: Run, world: str) -> None:
     pool4(alike, world)
+
+
+def through_a_frozen_model(rank: int, ranks: int) -> list[int]:
+    """What is kept for comparisons, after each of several steps."""
+    torch.manual_seed(0)
+    trained, frozen = wrap(Net()), wrap(Net().requires_grad_(False))
+    kept = []
+    for _ in range(6):
+        x = torch.ones(2, 4, requires_grad=True)
+        trained(frozen(x)).sum().backward()
+        kept.append(inspect.issued_in_common(trained))
+    return kept
+
+
+def test_steps_through_a_model_that_reduces_nothing_keep_nothing_more(pool2: Run) -> None:
+    for kept in pool2(through_a_frozen_model):
+        assert len(set(kept[2:])) == 1, kept

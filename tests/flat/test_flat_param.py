@@ -82,16 +82,6 @@ class Calls(nn.Module):
         return self.layer(x) + torch.func.functional_call(self.layer, doubled, (x,)) + self.layer(x)
 
 
-def test_layers_are_called_with_other_weights_inside_of_a_forward() -> None:
-    plain = Calls()
-    with fake_world(1):
-        model = FullyShardedDataParallel(copy.deepcopy(plain))
-        for _ in range(2):
-            x = torch.randn(2, 4)
-            assert torch.equal(model(x), plain(x))
-            assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
-
-
 class Doubled(nn.Linear):
     """Computes with twice its weight."""
 
@@ -124,15 +114,17 @@ class Twins(nn.Module):
         return out + twin(x).detach()
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(Doubled(4, 4)), Twins])
-def test_modules_that_find_other_parameters_compute_with_these(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("make", [Calls, lambda: nn.Sequential(Doubled(4, 4)), Twins])
+def test_modules_compute_with_the_parameters_that_they_find(make: Callable[[], nn.Module]) -> None:
     plain = make()
     with fake_world(1):
         model = FullyShardedDataParallel(copy.deepcopy(plain))
         for _ in range(2):
             x = torch.randn(2, 4)
-            assert torch.equal(model(x), plain(x))
-            model(x).sum().backward()
+            out = model(x)
+            assert torch.equal(out, plain(x))
+            out.sum().backward()
+            assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
 
 
 def test_a_module_finds_all_parameters_and_lists_those_of_their_time() -> None:

@@ -552,6 +552,11 @@ def issued_by_group() -> dict[str, tuple[int, int]]:
 _LOOKS_ALONE = exchanges._LOOKS_ALONE
 
 
+def issued_in_common(model: Any) -> int:
+    """The collectives of backwards that are kept for a comparison with those of other models."""
+    return sum(len(each) for turns in _model(model).agreement.member.turns for each in turns.in_common.values())
+
+
 def forget_kept_memory() -> None:
     """Forget memory of earlier models that other tensors keep, with which each new unit is compared."""
     shared_storage._left.clear()

@@ -211,6 +211,8 @@ class Agreement(Peers):
             op = self._backwards[plan, begun_with] = ops.backward(describe(), self._names.units, begun_with)
         self.sequence.busy = True
         self.sequence.meet_abandoned()
+        if self.member.turns:
+            self.member.begin_backward()
         self.sequence.start(A_BACKWARD)
         if self.member.turns:
             self.member.take("began a backward")

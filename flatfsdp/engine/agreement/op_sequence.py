@@ -198,12 +198,13 @@ class OpSequence:
     @property
     def in_forward(self) -> bool:
         """Whether this rank is inside of a forward."""
-        return self.activity is not None and self.activity.startswith((THE_FORWARD, A_FORWARD_AGAIN))
+        activity = self.activity
+        return activity is not None and self.abandoned is None and activity.startswith((THE_FORWARD, A_FORWARD_AGAIN))
 
     @property
     def in_backward(self) -> bool:
         """Whether this rank is inside of a backward."""
-        return self.activity == A_BACKWARD
+        return self.activity == A_BACKWARD and self.abandoned is None
 
     @property
     def issued(self) -> int:

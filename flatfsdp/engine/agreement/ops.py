@@ -190,15 +190,17 @@ class IssuedBy(NamedTuple):
 
 
 @functools.lru_cache(maxsize=PLANS)
-def issued_by_all(gathered: tuple[IssuedBy, ...], reduced: tuple[IssuedBy, ...]) -> Op:
-    """Backwards of several models have issued these collectives."""
+def issued_by_all(gathered: tuple[IssuedBy, ...], reduced: tuple[IssuedBy, ...], before: int) -> Op:
+    """Backwards of several models have issued these collectives. `before`: a number for those of earlier ones."""
 
     def in_words(which: tuple[IssuedBy, ...]) -> str:
         found = itertools.groupby(which, lambda each: each.model)
         return ", then ".join([f"{', '.join(each.label for each in own)} of {model}" for model, own in found]) or "none"
 
     words = f"{ISSUED} {in_words(gathered)}, and reduced {in_words(reduced)}"
-    return Op(hash63(f"issued {[each[:2] for each in gathered]} {[each[:2] for each in reduced]}"), words)
+    if before:
+        words += ", and others in earlier backwards"
+    return Op(hash63(f"issued {[each[:2] for each in gathered]} {[each[:2] for each in reduced]} {before}"), words)
 
 
 def abandoned(issued: int, doing: str, because: str) -> Op:

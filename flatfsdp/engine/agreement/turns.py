@@ -5,7 +5,8 @@ different orders, gathers and reductions of one model meet those of the other, w
 each model is as expected. So models over one process group have a sequence in common, of the beginnings of their
 forwards and backwards, and of their collective calls; with one that begins inside of the forward of another, the place
 where it does. One backward may go through several models: then their units take turns, in an order that the graph of
-each rank determines. So when the last of these models ends its backward, ranks compare that order as well.
+each rank determines. So when the last of these models ends its backward, ranks compare that order as well; if it does
+not reduce, at the next one that does.
 
 A model has a sequence for each of its groups: the replicas of HYBRID_SHARD may run two models in different orders, in
 each of which its group of shards agrees. There, ranks meet only in the store, because models may communicate over
@@ -156,9 +157,14 @@ class GroupMember:
                 setattr(self._issued, kind, _InCommon(known, kind, self))
 
     def issues(self, kind: str, unit: int) -> None:
-        """A backward has issued a collective of `unit`, of this `kind`."""
-        for turns in self.turns:
+        """A collective of `unit`, of this `kind`, was issued: by a backward, or on request, which has a turn."""
+        for turns in self.turns if self.sequence.in_backward else ():
             turns.in_common[kind].append(IssuedBy(self.name, unit, self._labels[unit]))
+
+    def begin_backward(self) -> None:
+        """A backward begins, or the part of one that goes through this model."""
+        for turns in self.turns:
+            turns.begin_backward(self)
 
     def compare_issued(self) -> None:
         """A backward ends that reduces: compare the order in which backwards through several models have issued their
@@ -173,8 +179,8 @@ class GroupMember:
     def forget_issued(self) -> None:
         """A backward was abandoned: what it has issued is not compared."""
         for turns in self.turns:
-            for each in turns.in_common.values():
-                each.clear()
+            turns.take_issued()
+            turns.carried = 0
 
 
 class _InCommon(list[int]):
@@ -190,12 +196,18 @@ class _InCommon(list[int]):
             member.issues(self._kind, unit)
 
 
+def _are_of_several_models(gathered: Sequence[IssuedBy], reduced: Sequence[IssuedBy]) -> bool:
+    return len({each.model for each in (*gathered, *reduced)}) > 1
+
+
 class Turns(OpSequence):
     """One rank's side of the sequence that the models over one process group have in common. [Note: several models]
 
     Attributes:
         place: in the order of all sequences.
-        in_common: the collectives of backwards of all models that ranks have yet to compare, by their kind.
+        in_common: the collectives of the running backward of all models, by their kind.
+        carried: a number for those of earlier ones through several models that ranks have yet to compare, since the
+            last of these models did not reduce.
     """
 
     def __init__(self, group: Axis, first: RankExchange, index: int, members: Mapping[GroupMember, int]) -> None:
@@ -209,6 +221,7 @@ class Turns(OpSequence):
         self.place = peers.ranks, peers.scope
         self.meetings = _TurnMeetings(peers)
         self.in_common: dict[str, list[IssuedBy]] = {"gathered": [], "reduced": []}
+        self.carried = 0
         self._members = weakref.WeakSet(members)
         self._models = weakref.WeakSet(each.sequence for each in members)
         beside = [each.peers for each in members if each.peers is not None]
@@ -241,14 +254,27 @@ class Turns(OpSequence):
         others = (each for each in self._members if each is not member)
         return [each for each in others if each.peers is not None and each.peers.verdict is None]
 
+    def take_issued(self) -> tuple[tuple[IssuedBy, ...], tuple[IssuedBy, ...]]:
+        """The gathers and the reductions `in_common`; none are left."""
+        gathered, reduced = (tuple(each) for each in self.in_common.values())
+        for each in self.in_common.values():
+            each.clear()
+        return gathered, reduced
+
+    def begin_backward(self, member: GroupMember) -> None:
+        """The end of `GroupMember.begin_backward`, of a `member`."""
+        if not any(each.sequence.in_backward for each in self._beside(member)):
+            before = self.take_issued()
+            if _are_of_several_models(*before):
+                self.carried = ops.issued_by_all(*before, self.carried).code
+
     def compare_issued(self, member: GroupMember) -> None:
         """The end of `GroupMember.compare_issued`, of a `member`."""
         if not any(each.sequence.in_backward for each in self._beside(member)):
-            gathered, reduced = (tuple(each) for each in self.in_common.values())
-            if len({each.model for each in (*gathered, *reduced)}) > 1:  # else others are left from failures
-                self.take(ops.issued_by_all(gathered, reduced))
-            for each in self.in_common.values():
-                each.clear()
+            found, before, self.carried = self.take_issued(), self.carried, 0
+            # Without others, they may be left from a backward that failed, on the ranks where they still exist.
+            if before or _are_of_several_models(*found):
+                self.take(ops.issued_by_all(*found, before))
 
     def fail(self, error: AgreementError, ranks: Sequence[int] | None) -> bool:
         concerned = super().fail(error, ranks)

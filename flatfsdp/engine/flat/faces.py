@@ -165,8 +165,8 @@ class Face(Protocol):
         return
 
     def replaced(self) -> list[int]:
-        """The leaves whose holders, if they are `swappable`, do not show the shard: the user replaced
-        their memory. Called at rest."""
+        """The leaves whose holders, if they are `swappable`, do not show the shard: the user replaced their memory.
+        Called at rest."""
         return []
 
     def value_of(self, index: int, held: nn.Parameter) -> torch.Tensor:

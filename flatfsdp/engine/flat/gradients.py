@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import repeat
+from itertools import compress, repeat
+from operator import is_not
 from typing import Any, NoReturn
 
 import torch
@@ -179,7 +180,8 @@ class Gradients:
             self.muted = False
             self.hooks.sound()
         with _torch.as_plain_tensors():  # leaves may be hidden
-            found = {i: grad for i, grad in enumerate(map(own_grad, leaves)) if grad is not None}
+            grads: list[Any] = list(map(own_grad, leaves))
+            found = dict(compress(enumerate(grads), map(is_not, grads, repeat(None))))
             deque(map(set_own_grad, map(leaves.__getitem__, found), repeat(None)), 0)
         if not slots.collected.keys().isdisjoint(found):
             slots.move_collected()

@@ -231,15 +231,11 @@ def flat_name(kind: int) -> str:
 def enlist(param_refs: Iterable[ParamRef], *, listed: bool = True) -> list[ParamRef]:
     """Let modules list the plain attributes in these places as parameters, or the reverse if not `listed`. Returns the
     places that changed. A place where users have put another object is left unchanged."""
-    moved, last = list[ParamRef](), None
-    source: dict[str, Any] = {}
-    for each in param_refs:  # runs several times per step
-        if each.module_ref is not last:  # those of one module follow each other
-            last = each.module_ref
-            attributes: dict[str, Any] = vars(module) if (module := last()) is not None else {"_parameters": {}}
-            source, target = attributes, attributes["_parameters"]
-            if not listed:
-                source, target = target, source
+    moved = list[ParamRef]()
+    for each in param_refs:
+        if (module := each.module_ref()) is None:
+            continue
+        source, target = (vars(module), module._parameters) if listed else (module._parameters, vars(module))
         if source.get(each.attribute) is each.leaf:
             target[each.attribute] = source.pop(each.attribute)
             moved.append(each)
