@@ -16,8 +16,8 @@ DEFAULTS: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"}
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for matrices, and AdamW for everything else: vectors, embeddings, and matrices of the shape of an
-    embedding's weight, which are output heads.
+    """Muon for matrices, and AdamW for everything else: vectors, embeddings, output heads and convolutions
+    (`matrices_of`).
 
     Updates of both are of about one size with `adjust_lr_fn="match_rms_adamw"`, the default here, so that they share a
     learning rate and a weight decay. Its param groups are those of Muon, then those of AdamW; its state has that of all
@@ -93,17 +93,34 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 def matrices_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of `model` that Muon steps on: of two dimensions, or of three (a matrix for each expert), unless
-    they are an embedding's, or of the shape of one."""
-    shapes = flatfsdp.unsharded_shapes(model)
-    tables = {
-        tuple(shapes[name])
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        for name in (f"{path}.weight" if path else "weight",)
-        if name in shapes
-    }
+    they are those of an embedding, a convolution or an output head.
+
+    Heads are what `get_output_embeddings()` of transformers' models returns; and outside of every `nn.ModuleList`, in
+    which models keep their layers, matrices of the shape of an embedding, and the last one of the model.
+    """
+    named = flatfsdp.unsharded_shapes(model)
+    shapes = {parameter: tuple(named[name]) for name, parameter in model.named_parameters()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lists = tuple(f"{path}." for path, module in modules.items() if isinstance(module, nn.ModuleList))
+    others: set[nn.Parameter] = set()
+    outside: list[nn.Parameter] = []
+    tables: set[tuple[int, ...]] = set()
+    last: nn.Parameter | None = None
+    for path, module in modules.items():
+        if callable(get := getattr(type(module), "get_output_embeddings", None)):
+            head = get(module)
+            others.update(head.parameters() if isinstance(head, nn.Module) else ())
+        for parameter in module._parameters.values():
+            if parameter is None or len(shapes.get(parameter, ())) < 2:
+                continue
+            last = parameter
+            if isinstance(module, nn.Embedding):
+                tables.add(shapes[parameter])
+            if isinstance(module, (nn.Embedding, nn.Conv1d, nn.ConvTranspose1d)):
+                others.add(parameter)
+            elif not path.startswith(lists):
+                outside.append(parameter)
+    others.update(each for each in outside if shapes[each] in tables or each is last)
     return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and len(shapes[name]) in (2, 3) and tuple(shapes[name]) not in tables
+        each for each, shape in shapes.items() if each.requires_grad and len(shape) in (2, 3) and each not in others
     ]

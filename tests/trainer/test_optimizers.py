@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel, checkpoint
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPError
 from flatfsdp.trainer.arguments import NOT_BY_NAME, OF_MATRICES, OPTIMIZERS, TrainingArguments
+from flatfsdp.trainer.muon import matrices_of
 from flatfsdp.trainer.optimizers import make_optimizer, make_scheduler, options_kept
 from tests.conftest import Run
 from tests.harness.fake import fake_world
@@ -128,6 +130,74 @@ def test_muon_steps_on_matrices_and_adamw_on_the_rest_as_in_one_process(front: s
     for same in pool2(_muon, front, str(tmp_path / "x")):
         assert len(same) == 9
         assert not [name for name, equal in same.items() if not equal]
+
+
+class Medium(nn.Module):
+    """Positions whose table has the shape of hidden matrices, a convolution, experts, and a head of its own, as the
+    last module or not."""
+
+    def __init__(self, *, last: bool = True) -> None:
+        super().__init__()
+        if not last:
+            self.head = nn.Linear(6, 9, bias=False)
+        self.words, self.positions = nn.Embedding(9, 6), nn.Embedding(6, 6)
+        self.mix = nn.Conv1d(6, 6, 2, groups=6)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"out": nn.Linear(6, 6)}) for _ in range(2))
+        self.blocks.append(nn.ParameterList([torch.randn(2, 6, 6)]))
+        if last:
+            self.head = nn.Linear(6, 9, bias=False)
+
+    def forward(self) -> None:
+        return
+
+
+class Named(Medium):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Linear(6, 7, bias=False))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.blocks[-1]
+
+
+class Bytes(nn.Module):
+    """A head of another shape than the table's, as the demo has it, and one that is the table."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 40 if tied else 9, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self) -> None:
+        return
+
+
+HIDDEN = ["blocks.0.out.weight", "blocks.1.out.weight", "blocks.2.0"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Medium, HIDDEN),
+        (partial(Medium, last=False), HIDDEN),
+        (Named, HIDDEN),
+        (partial(Bytes, tied=False), ["blocks.0.weight"]),
+        (partial(Bytes, tied=True), ["blocks.0.weight"]),
+    ],
+)
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
+def test_muon_steps_on_hidden_matrices(front: str, make: Any, expected: list[str]) -> None:
+    with fake_world(2):
+        if front == "wrapper":
+            model: Any = FullyShardedDataParallel(make(), auto_wrap_policy={nn.Linear}, use_orig_params=True)
+        else:
+            model = flatfsdp.fully_shard(make())
+        chosen = {id(each) for each in matrices_of(model)}
+        found = [name for name, each in model.named_parameters() if id(each) in chosen]
+        assert [name.replace("_fsdp_wrapped_module.", "") for name in found] == expected
 
 
 def test_muon_takes_no_group_later() -> None:
