@@ -131,22 +131,18 @@ def in_turn(*lists: list[Seed]) -> list[Seed]:
     return [seed for _, seed in sorted(placed, key=lambda each: each[0])]
 
 
-def play(seed: Seed, limit: float) -> Result:
-    """Play it in this process's pools, and once more in new ones if it fails while there is time.
-
-    ``limit``: seconds. A job that hangs ends before it, so that the result has its ranks' stacks.
-    """
+def play(seed: Seed) -> Result:
+    """Play it in this process's pools, and once more in new ones if it fails."""
     from tests.harness import pool
 
-    result = _play_once(seed, 0.8 * limit)
-    if result.is_good or result.seconds > limit / 3:
+    result = _play_once(seed)
+    if result.is_good:
         return result
     pool.discard_all()
-    return replace(result, again=_play_once(seed, limit / 2).outcome)
+    return replace(result, again=_play_once(seed).outcome)
 
 
-def _play_once(seed: Seed, limit: float) -> Result:
-    """``limit``: seconds for each job of it. The test's own limit is one for a machine that does nothing else."""
+def _play_once(seed: Seed) -> Result:
     from tests.harness import pool
 
     file, name = seed.test.split("::")
@@ -158,7 +154,7 @@ def _play_once(seed: Seed, limit: float) -> Result:
         nonlocal refused
         worlds.append(world)
         try:
-            answers.append(pool.run(world, fn, *args, **{**kwargs, "timeout": limit}))
+            answers.append(pool.run(world, fn, *args, **kwargs))
         except pool.JobFailed:
             refused = True  # a test that lets it pass has looked at it
             raise
@@ -190,7 +186,8 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            pipe.send(play(*pipe.recv()))
+            seed = pipe.recv()
+            pipe.send(play(seed))
         except (EOFError, BrokenPipeError):
             return
 
@@ -210,7 +207,7 @@ class _Player:
             theirs.close()  # so that a process that has died shows as the end of its pipe
         began = time.monotonic()
         try:
-            self._pipe.send((seed, limit))
+            self._pipe.send(seed)
             if self._pipe.poll(limit):
                 result: Result = self._pipe.recv()
                 return result
@@ -359,7 +356,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write the report to this file")
     given = parser.parse_args(arguments)
     if given.seeds:
-        results = [play(seed, given.limit) for seed in given.seeds]
+        results = [play(seed) for seed in given.seeds]
         for each in results:
             _say(f"{each.outcome}: {each.key} on {each.world} ranks, {each.seconds:.1f} s\n{each.words}".rstrip())
         return int(not all(each.is_good for each in results))

@@ -94,13 +94,6 @@ def test_a_seed_that_hangs_is_killed_with_its_ranks(tmp_path: Path, monkeypatch:
         player.end()
 
 
-def test_a_job_that_hangs_ends_before_its_seed_with_the_stacks_of_its_ranks() -> None:
-    result = run_random.play(Seed(PROCESS, 7), 1.0)
-    assert (result.outcome, result.again) == ("failed", "")
-    assert "rank 1 did not answer within 0.8 s" in result.words
-    assert "in _hangs" in result.words
-
-
 @pytest.mark.usefixtures("forked")
 def test_an_interrupted_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"

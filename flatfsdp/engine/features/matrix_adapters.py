@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
+from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import ParamSpec, Span
 
 Shape = tuple[int, ...]
@@ -38,6 +39,11 @@ class Seen:
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat`, its elements in memory order, in its shape."""
         return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
+
+    def flat(self, value: torch.Tensor) -> torch.Tensor:
+        """The elements of `value`, of its shape, in the order of the parameter's memory: in place if it has that."""
+        stride = self.stride or tuple(torch.empty(self.shape, device="meta").stride())
+        return dense(stored_in_order(value.detach(), stride))
 
 
 def _whole(spec: ParamSpec) -> list[Seen]:

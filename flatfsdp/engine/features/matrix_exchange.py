@@ -12,8 +12,8 @@ sends `work.sent * size * sent(member)` to owners, `size * returned(member)` bac
 replicas. A matrix that is not cut is computed where it lies, and nothing is sent between parts.
 
 [Note: failed owners] An owner whose part of a step raises leaves out its later ones, and sends results that change as
-little as possible: its peers wait for them. When all are back, a byte of each rank is its report of a failure, and
-all of them raise.
+little as possible: its peers wait for them. A rank whose own elements raise sends zeros, and keeps these elements. When
+all are back, a byte of each rank is its report of a failure, and all of them raise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .matrix_adapters import Seen
 
 # Flags of a matrix on one rank: of its gradient, if the rank has elements; and of its optimizer state, which is that of
 # the whole matrix, or of the rank's part.
-WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS, OTHER_GRADIENT = 1, 2, 4, 8, 16
+WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS, OTHER_GRADIENT, OTHER_STATE = 1, 2, 4, 8, 16, 32
 MATRICES = "matrices"  # the category of their memory: what is sent, what arrives, what owners put together
 FAILED = "reports what failed in a step on whole matrices"
 
@@ -146,7 +146,8 @@ class Work(Protocol):
         """The dtype of what is sent in both directions."""
 
     def state_of(self, entry: Entry) -> int:
-        """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, or 0."""
+        """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, or 0; and `OTHER_STATE`
+        if it has not the shape of the part."""
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Called at the beginning of a step, with the matrices that have a gradient on any rank."""
@@ -196,7 +197,8 @@ class MatrixExchange:
 
         Raises:
             UsageError: on all ranks: only some of the ranks that have elements of a matrix have a gradient, or have
-                state of their parts; a rank that is not the owner has state of all of it; a gradient of another dtype.
+                state of their parts; a rank that is not the owner has state of all of it; a gradient of another dtype;
+                state of a part that does not have the shape of it.
         """
         flags = torch.tensor([self._flag(i, work) for i in range(len(self.entries))], dtype=torch.uint8)
         found = gather_now(self.transport, flags.to(self.transport.device.device))
@@ -220,6 +222,12 @@ class MatrixExchange:
                     f"matrix_steps: the gradient of {name} is not a dense tensor of "
                     f"{self.entries[index].slot.parameter.dtype}, as the parameter is. Use matrix_steps without "
                     "keep_low_precision_grads=True"
+                )
+            if unlike := [member for member, flag in enumerate(of_members) if flag & OTHER_STATE]:
+                raise UsageError(
+                    f"matrix_steps: {self._named(unlike)} has optimizer state of {name} whose shape is not that of its "
+                    "part of the parameter: it is of another rank, or of a step on whole matrices. Load by name "
+                    "(optim_state_dict_to_load() of the wrapper, or checkpoint.load) on all ranks"
                 )
             strangers = [member for member, flag in enumerate(of_members) if flag & WITH_STATE]
             parts = [member for member, flag in enumerate(of_members) if flag & IN_PARTS]
@@ -264,13 +272,13 @@ class MatrixExchange:
         """Take a step on the matrices that are `present`. Returned: what this rank failed in. Collective."""
         failed: list[Exception] = []
         buckets = [kept for bucket in self.plan.buckets if (kept := [i for i in bucket if i in present])]
-        ahead = [_Bucket(self, bucket, work) for bucket in buckets]
+        ahead = [_Bucket(self, bucket, work, failed) for bucket in buckets]
         for number, bucket in enumerate(ahead):
             if not number:
                 bucket.send()
             if number + 1 < len(ahead):
                 ahead[number + 1].send()
-            bucket.compute(failed)
+            bucket.compute()
             bucket.send_back()
             if number:
                 ahead[number - 1].finish()
@@ -298,8 +306,11 @@ class MatrixExchange:
 class _Bucket:
     """One bucket on its way: `send`, `compute`, `send_back` and `finish` are called in this order."""
 
-    def __init__(self, exchange: MatrixExchange, indices: Sequence[int], work: Work) -> None:
+    def __init__(self, exchange: MatrixExchange, indices: Sequence[int], work: Work, failed: list[Exception]) -> None:
+        """`failed`: gets what fails on this rank. [Note: failed owners]"""
         self._exchange, self._entries, self._work, self._indices = exchange, exchange.entries, work, indices
+        self._failed = failed
+        self._kept: set[int] = set()  # the matrices of which this rank's elements stay as they are
         self._plan, self._rank, member = exchange.plan, exchange.rank, exchange.member
         self._spans = {index: self._plan.matrices[index].span_of(self._rank) for index in indices}
         self._moves = self._plan.is_exchanged(indices, member)
@@ -319,7 +330,7 @@ class _Bucket:
         """Begin with this rank's elements, and send owners what they need of these."""
         for index, span in self._spans.items():
             if not span.is_empty:
-                self._numbers[index] = self._work.begin(self._entries[index], span)
+                self._numbers[index] = self._begin(index, span)
         if self._moves:
             sections = [each for index, _ in self._outgoing for each in self._numbers[index]]
             each = self._work.sent
@@ -327,8 +338,18 @@ class _Bucket:
             self._between(sections, coming, going)
         self._numbers = {index: self._numbers[index] for index in self._owned if index in self._numbers}
 
-    def compute(self, failed: list[Exception]) -> None:
+    def _begin(self, index: int, span: Span) -> Sequence[torch.Tensor]:
+        try:
+            return self._work.begin(self._entries[index], span)
+        except Exception as error:
+            self._failed.append(error)
+            self._kept.add(index)
+            nothing = torch.zeros(span.numel, dtype=self._dtype, device=self._exchange.transport.device.device)
+            return [nothing] * self._work.sent
+
+    def compute(self) -> None:
         """Wait for what others send, and compute on this rank's matrices, unless it has failed."""
+        failed = self._failed
         self._arriving.wait()
         wholes = {index: self._whole(index) for index in self._owned}
         self._numbers = {}
@@ -393,8 +414,12 @@ class _Bucket:
 
     def _end(self) -> None:
         for index, result in self._results.items():
-            if not self._spans[index].is_empty:
+            if self._spans[index].is_empty or index in self._kept:
+                continue
+            try:
                 self._work.end(self._entries[index], self._spans[index], result)
+            except Exception as error:
+                self._failed.append(error)
         self._results = {}
 
     def _take(self, pieces: Iterable[Piece], arrived: torch.Tensor) -> None:
@@ -449,11 +474,12 @@ def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception])
             doing = FAILED
             words |= all_or_none(exchange.axes, lambda: description_of(failed[0]) if failed else None, doing=doing)
     if failed:
+        del failed[1:]
         raise failed.pop()  # a frame that holds it would keep the model alive
     if others := {rank: text for rank, text in sorted(words.items()) if text is not None}:
         raise AgreementError(
-            "matrix_steps: the step on whole matrices failed, and those of other owners may have been stepped on: "
-            f"{by_ranks(others, ': ')}"
+            "matrix_steps: the step on whole matrices failed, and others may have been stepped on: "
+            f"{by_ranks(others, ': ')}. Load a checkpoint to have all of them at the same step"
         )
 
 

@@ -17,7 +17,6 @@ import torch
 from ...errors import AgreementError, UsageError
 from ..agreement.object_collectives import all_or_none
 from ..base import _dtensor
-from ..flat.layout_views import dense, stored_in_order
 from ..planning.owners import Piece
 from ..state.optim.descriptions import KeptWhole, ParamShaped, alike, value_of
 from .matrix_exchange import IN_PARTS, WITH_STATE, Entry, MatrixExchange, Slot, counted, each_piece
@@ -29,6 +28,11 @@ States = dict[Any, State]
 class WholeState(State):
     """The state of a whole matrix, at its owner."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WholeState, (dict(self),)  # as `torch.load(weights_only=True)` can read it
+
+
+torch.serialization.add_safe_globals([WholeState])
 
 EXPERTS = "experts"  # the key of the states of a parameter's matrices, by number, if it has several
 
@@ -94,7 +98,7 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
     for name, dtype in _shaped(found):
         indices = [i for i in sorted(found) if found[i].get(name) == ParamShaped(dtype)]
         flats = {
-            i: _flat(whole_state(states, entries[i])[name], entries[i])
+            i: entries[i].seen.flat(whole_state(states, entries[i])[name])
             for i in indices
             if exchange.plan.owners[i] == exchange.rank
         }
@@ -250,12 +254,6 @@ def _moved(value: Any, exchange: MatrixExchange) -> Any:
 
 def _is_shaped(value: object) -> bool:
     return isinstance(value, ParamShaped)
-
-
-def _flat(value: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """A state of a matrix, in the order of the parameter's memory."""
-    stride = entry.seen.stride or tuple(torch.empty(entry.seen.shape, device="meta").stride())
-    return dense(stored_in_order(value.detach(), stride))
 
 
 def _like_holder(slot: Slot, piece: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
 from ..runtime.unit import Unit
 from ..state.optim.optimizer_clone import clone_over
+from ..state.parts import axes_of_parts
 from .fused_steps import is_fused
 from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
 from .matrix_exchange import Entry, MatrixExchange, Slot, raise_failures
@@ -102,6 +103,7 @@ class MatrixSteps:
         self._last_as_of = RemovableHandle.next_id  # when ours was the last hook before a step
         looking.add(weakref.ref(self, looking.discard))
         self._has_wholes = True  # whether there may be states of whole matrices, on any rank
+        self._began = False  # whether there was a step, or a load of states
         steps_on_wholes[optimizer] = weakref.ref(self)
 
     @property
@@ -137,17 +139,23 @@ class MatrixSteps:
     def _bytes_of(self, exchange: MatrixExchange) -> tuple[int, int, int]:
         """The bytes that this rank sends in a step: to owners, back and to other replicas."""
         plan, member = exchange.plan, exchange.member
-        size = max((self._work.dtype_of(entry.slot).itemsize for entry in exchange.entries), default=1)
-        to_owners = self._work.sent * size * plan.sent(member)
-        return to_owners, size * plan.returned(member), size * plan.copied(member)
+        of_sizes: dict[int, list[int]] = {}
+        for index, entry in enumerate(exchange.entries):
+            of_sizes.setdefault(self._work.dtype_of(entry.slot).itemsize, []).append(index)
+
+        def total(count: Callable[[int, Iterable[int]], int]) -> int:
+            return sum(size * count(member, among) for size, among in of_sizes.items())
+
+        return self._work.sent * total(plan.sent), total(plan.returned), total(plan.copied)
 
     def remove(self) -> None:
         """Let the optimizer step on this rank's parts again.
 
         Raises:
-            UsageError: it has states of whole matrices.
+            UsageError: it has taken a step, or loaded states, so that it may have states of whole matrices.
         """
-        if any(has_state(self.optimizer, slot) for slot, _ in _managed(self.optimizer)):
+        # Not every rank has a state, but every rank has taken a step.
+        if self._began or any(has_state(self.optimizer, slot) for slot, _ in _managed(self.optimizer)):
             raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
         for hook in self._hooks:
             hook.remove()
@@ -170,7 +178,7 @@ class MatrixSteps:
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
         """A hook: a state dict of this rank may have states of whole matrices."""
-        self._has_wholes = True
+        self._has_wholes = self._began = True
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
         """This rank's part of the state of `parameter` before its first step, as for an element-wise optimizer; None if
@@ -202,7 +210,7 @@ class MatrixSteps:
                 calls.enter_context(model.agreement.collective_call(steps.call))
             failed: list[Exception] = []
             work.changes, work.of_groups = {}, [{} for _ in optimizer.param_groups]
-            self._has_wholes = True
+            self._has_wholes = self._began = True
             for exchange in steps.exchanges:
                 present, in_parts = exchange.look(work)
                 if in_parts and isinstance(work, OwnSteps):
@@ -212,6 +220,9 @@ class MatrixSteps:
                 written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
                 torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
             raise_failures(steps.exchanges, failed)
+            if not optimizer.state and steps.entries:
+                # Without any state, torch's functions for state dicts take a step, which is collective, on this rank.
+                optimizer.state[steps.exchanges[0].entries[0].slot.parameter] = {}
         made = self._stand_in = clone_over(optimizer, steps.rest)
         self._given = dict(vars(made)), [dict(group) for group in made.param_groups]
         return (made, *args[1:]), kwargs
@@ -279,7 +290,8 @@ class MatrixSteps:
         plan = OwnerPlan.of(matrices, world=world, replicas=replicas, bucket=max(1, self._bucket_bytes // size))
         for (slot, seen), owner in zip(entries, plan.owners, strict=True):
             self._owners[id(slot.parameter), seen.expert] = owner
-        axes = [axis for axis in (transport, copies) if axis is not None and axis.group.size > 1]
+        of_parts = axes_of_parts([entries[0].slot.unit]) if any(slot.spec.part for slot, _ in entries) else []
+        axes = [axis for axis in (transport, copies, *of_parts) if axis is not None and axis.group.size > 1]
         return MatrixExchange(transport, shared, axes, plan, entries)
 
 
@@ -395,6 +407,7 @@ def matrix_steps(
       `optimizer.state_dict()` has this rank's part, of torch's Muon; or its matrices, with whole shapes. Under
       `fully_shard` it is collective, and has distributed tensors, which torch.distributed.checkpoint saves.
     - *Tensor parallelism*: a matrix that it splits is one matrix for torch's Muon, and each of its ranks computes it.
+    - *Copies* and pickles of the optimizer do not have it: call `matrix_steps` for them again.
     - *Refused*, in words: flat parameters (`use_orig_params=False`), other parts of tensor parallelism, parameters
       offloaded to the CPU, gradients of another dtype than the parameter, `optimizer_in_backward`, closures.
 
@@ -468,6 +481,13 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if not {"state", "param_groups"} <= vars(optimizer).keys():
         raise UsageError(f"matrix_steps(): this {name} has no state of its own; pass the optimizer that it contains")
+    for attribute, value in vars(optimizer).items():
+        inside = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(each, torch.optim.Optimizer) for each in inside):
+            raise UsageError(
+                f"matrix_steps(): this {name} holds another optimizer, {attribute!r}, which would step on this rank's "
+                "parts. Pass that one"
+            )
     if optimizer in steps_on_wholes:
         raise UsageError(f"matrix_steps(): this {name} steps on whole matrices already")
     if is_fused(optimizer):

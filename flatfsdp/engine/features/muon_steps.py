@@ -19,10 +19,9 @@ import torch
 
 from ..base._dtensor import is_dtensor
 from ..base._torch import muon_functions
-from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import Span
 from ..state.parts import assembled, cut
-from .matrix_exchange import IN_PARTS, Entry, Slot, Whole
+from .matrix_exchange import IN_PARTS, OTHER_STATE, Entry, Slot, Whole
 
 MOMENTUM = "momentum_buffer"  # as in the state of torch's Muon
 
@@ -44,8 +43,14 @@ class MuonSteps:
         return torch.bfloat16
 
     def state_of(self, entry: Entry) -> int:
-        """`IN_PARTS` if this rank has the momentum of its elements."""
-        return IN_PARTS if self._optimizer.state.get(entry.slot.parameter) else 0
+        """`IN_PARTS` if this rank has the momentum of its elements; with `OTHER_STATE` if it has another shape."""
+        parameter = entry.slot.parameter
+        state = self._optimizer.state.get(parameter)
+        if not state:
+            return 0
+        found = state.get(MOMENTUM, parameter)
+        fits = is_dtensor(found) == is_dtensor(parameter)
+        return IN_PARTS + OTHER_STATE * (not fits or found.shape != parameter.shape)
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Make the momentum of distributed tensors of which this rank has no elements, too: it is one of the whole."""
@@ -84,7 +89,7 @@ class MuonSteps:
         for ((slot, seen), _), whole in zip(wholes, inputs, strict=True):
             group = self._optimizer.param_groups[slot.group]
             made = self._orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            results.append(dense(stored_in_order(cut(made, slot.spec), seen.stride or row_major(seen.shape))))
+            results.append(seen.flat(cut(made, slot.spec)))
         return results
 
     def unchanged(self, whole: Whole) -> torch.Tensor:
@@ -103,8 +108,3 @@ class MuonSteps:
         """This rank's part of the state before its first step."""
         slot = entries[0].slot
         return {MOMENTUM: torch.zeros_like(slot.handle.at_rest.views[slot.index])}
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a contiguous tensor of this shape."""
-    return tuple(torch.empty(tuple(shape), device="meta").stride())

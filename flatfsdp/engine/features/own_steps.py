@@ -9,15 +9,15 @@ an owner with an old copy would silently undo it.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole
 from ..state.optim.optimizer_clone import clone_over, unhooked_step
@@ -76,12 +76,14 @@ class OwnSteps:
         stepping.param_groups = [group for group in stepping.param_groups if group["params"]]
         numbers = [number for number, each in enumerate(params) if each]
         attributes, settings = dict(vars(stepping)), [dict(group) for group in stepping.param_groups]
-        versions = [(name, value, value._version) for name, value in _tensors(settings)]
+        shared = _shared(stepping)
+        before = {name: _fact(value) for name, value in shared.items()}
         unhooked_step(stepping)
-        if counted := [name for name, value, version in versions if value._version != version]:
+        if written := [name for name, value in shared.items() if _differs(before[name], _fact(value))]:
             raise UsageError(
-                f"matrix_steps: a step of this {type(stepping).__name__} writes to {counted[0]!r} of a param group, in "
-                "place, and would do so for each bucket of matrices. Use a setting of it that is no tensor"
+                f"matrix_steps: a step of this {type(stepping).__name__} changes {written[0]} in place, which all "
+                "parameters share. It would be changed once for each bucket of matrices, and differently on each rank. "
+                "Use settings of the optimizer without it, or an optimizer that keeps it for each parameter"
             )
         for number, used, given in zip(numbers, stepping.param_groups, settings, strict=True):
             self.of_groups[number].update(changed(used, given))
@@ -89,7 +91,7 @@ class OwnSteps:
         for entry, made in stand_ins:
             keep_whole(optimizer.state, entry, stepping.state.pop(made, {}))
         optimizer.state.update(stepping.state)  # what it keeps for no parameter
-        return [whole.numbers[1] for whole in wholes]
+        return [_result(whole, made) for whole, (_, made) in zip(wholes, stand_ins, strict=True)]
 
     def unchanged(self, whole: Whole) -> torch.Tensor:
         """The parameter."""
@@ -119,7 +121,7 @@ class OwnSteps:
             if not isinstance(value, torch.Tensor) or not value.dim():
                 found[name] = value
             elif tuple(value.shape) == seen.shape:
-                whole = dense(stored_in_order(value, made.stride()))
+                whole = seen.flat(value)
                 piece = torch.empty(own.numel, dtype=value.dtype, device=like.device)
                 for each in (entry.seen.span for entry in entries):
                     if not (part := own.intersect(each)).is_empty:
@@ -137,8 +139,53 @@ def changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> State:
     return {name: value for name, value in found.items() if name not in given or value is not given[name]}
 
 
-def _tensors(settings: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for group in settings:
-        for name, value in group.items():
-            if isinstance(value, torch.Tensor):
-                yield name, value
+def _result(whole: Whole, made: nn.Parameter) -> torch.Tensor:
+    """The elements of a matrix after a step on `made`: in the memory that it was given, unless the optimizer has
+    assigned other memory to it."""
+    (slot, seen), (_, values) = whole
+    if made.shape != seen.shape or made.dtype != values.dtype:
+        raise UsageError(
+            f"matrix_steps: a step made {slot.name} a tensor of shape {tuple(made.shape)} and {made.dtype}; it was of "
+            f"{tuple(seen.shape)} and {values.dtype}"
+        )
+    return values if made.data_ptr() == values.data_ptr() else seen.flat(made)
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The values of an optimizer that belong to no parameter, by words for each."""
+    own = {f"its attribute {name!r}": value for name, value in vars(optimizer).items() if name not in _OF_PARAMETERS}
+    for group in optimizer.param_groups:
+        own |= {f"{name!r} of a param group": value for name, value in group.items() if name != "params"}
+    return own | {f"its state {key!r}": each for key, each in optimizer.state.items() if isinstance(key, str)}
+
+
+_OF_PARAMETERS = frozenset({"state", "param_groups", "defaults"})
+_DEPTH = 4
+
+
+def _fact(value: Any, depth: int = 0) -> Any:
+    """A value to compare with that after a step: of numbers, versions of tensors and random states in `value`."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if depth == _DEPTH or callable(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _fact(each, depth + 1) for key, each in value.items() if isinstance(key, (str, int))}
+    if isinstance(value, (list, tuple)):
+        return [_fact(each, depth + 1) for each in value]
+    return {name: _fact(each, depth + 1) for name, each in getattr(value, "__dict__", {}).items()}
+
+
+def _differs(before: Any, after: Any) -> bool:
+    """Whether anything is no longer as it was. Entries that came are no change: caches have those."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return any(key not in after or _differs(each, after[key]) for key, each in before.items())
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) != len(after) or any(map(_differs, before, after))
+    return bool(before != after)

@@ -21,8 +21,10 @@ from ..base import _dtensor
 from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParameter, FlatParamHandle
+from ..layout.layout import Span
 from ..models import param_registry as registry
 from ..models.rest import before_step
+from ..planning.owners import parts_of
 from ..runtime.model import Model
 from ..runtime.unit import Unit
 from .assignments import name_in_place_of
@@ -60,9 +62,11 @@ class StatesOfWholes(Protocol):
 
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
-# Optimizers that step on whole matrices, of which ranks have parts: their states have the shape of these.
+# Optimizers that step on whole matrices, of which ranks have parts: their states may have the shape of these.
 steps_on_wholes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StatesOfWholes]]
 steps_on_wholes = weakref.WeakKeyDictionary()
+# Known optimizers that are not element-wise, by their classes' names: most programs do not import them.
+_SEE_WHOLES = frozenset({"torch.optim.Muon", "torch.optim.Adafactor", "transformers.optimization.Adafactor"})
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
@@ -211,13 +215,39 @@ def _place_of(unit: Unit, parameter: torch.Tensor) -> tuple[FlatParamHandle, int
     return None
 
 
+def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if `optimizer` is known to look at whole tensors, and ranks have parts of one that it steps on.
+
+    DTensors are whole to it, and torch computes their norms and products.
+    """
+    cls = type(optimizer)
+    if f"{cls.__module__}.{cls.__qualname__}" not in _SEE_WHOLES or optimizer in steps_on_wholes:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for _, handle in handles_of(optimizer):
+        layout = handle.layout
+        for index, spec in enumerate(layout.params):
+            holder = handle.face.holder_of(index)
+            if id(holder) not in held or _dtensor.is_dtensor(holder):
+                continue
+            if isinstance(holder, FlatParameter) or len(parts_of(layout, index, Span(0, spec.numel))) > 1:
+                raise UsageError(
+                    f"{cls.__name__} looks at whole tensors, at their norms, rows or products, but ranks have parts of "
+                    f"parameter {spec.name!r}, so that a step on each part computes something else. Let it step on "
+                    "whole ones with flatfsdp.matrix_steps(optimizer), which copies of an optimizer need again"
+                    f"{handle.face.words.or_remedy}"
+                )
+
+
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer can step the parameters that it holds.
 
     Raises:
         UsageError: they were flattened or replaced, or its state is from before wrapping; they were registered in a
-            model after its first forward, which checks those from before.
+            model after its first forward, which checks those from before; it looks at whole tensors, of which ranks
+            have parts.
     """
+    _check_uncut(optimizer)
     strangers = set[int]()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -252,9 +282,9 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
             if handle.face.holder_of(index) is not parameter:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if optimizer in steps_on_wholes:
-                    continue
+            # A step of these is collective, and checks the states of all ranks: an error here would be on one rank.
+            of_shard = {} if optimizer in steps_on_wholes else optimizer.state.get(parameter, {})
+            for key, value in of_shard.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                     raise UsageError(
                         f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has "

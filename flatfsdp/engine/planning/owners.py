@@ -192,21 +192,24 @@ class OwnerPlan:
             for part in self.matrices[index].parts
         )
 
-    def sent(self, member: int) -> int:
-        """The elements of matrices that `member` sends to owners in a step: its parts of matrices that other ranks of
-        its replica own. As many updated ones come back."""
-        return _elements(self.outgoing(range(len(self.matrices)), member))
+    def sent(self, member: int, among: Iterable[int] | None = None) -> int:
+        """The elements of matrices (`among` these) that `member` sends to owners in a step: its parts of matrices that
+        other ranks of its replica own. As many updated ones come back."""
+        return _elements(self.outgoing(self._chosen(among), member))
 
-    def returned(self, member: int) -> int:
+    def returned(self, member: int, among: Iterable[int] | None = None) -> int:
         """The elements that `member` sends back in a step: all of its matrices but its own parts. As many come to it
         before."""
-        return _elements(self.incoming(range(len(self.matrices)), member))
+        return _elements(self.incoming(self._chosen(among), member))
 
-    def copied(self, member: int) -> int:
+    def copied(self, member: int, among: Iterable[int] | None = None) -> int:
         """The updated elements that `member` sends to other replicas in a step: its parts of matrices that its own
         replica owns, to each of them."""
-        held = self.copies(range(len(self.matrices)), member % self.world)[member // self.world]
+        held = self.copies(self._chosen(among), member % self.world)[member // self.world]
         return _elements([held]) * (self.replicas - 1)
+
+    def _chosen(self, among: Iterable[int] | None) -> Iterable[int]:
+        return range(len(self.matrices)) if among is None else among
 
     def exchanges(self, member: int) -> int:
         """The collectives of a step in which `member` takes part: for each bucket one to the owners and one back if

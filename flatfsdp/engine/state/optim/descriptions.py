@@ -44,6 +44,9 @@ class KeptWhole(torch.Tensor):
     optimizer that steps on whole matrices."""
 
 
+torch.serialization.add_safe_globals([KeptWhole])
+
+
 @dataclass(frozen=True)
 class UnsupportedState:
     """The description of a state that cannot be assembled."""

@@ -1,0 +1,384 @@
+"""Steps on whole matrices with optimizers of any class: what they may do in a step, what is refused in words, and their
+states in torch's state dicts."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, fully_shard
+from flatfsdp.errors import AgreementError, UsageError
+from tests.conftest import Run
+from tests.features.test_matrix_steps import (
+    STEPS,
+    OneProcess,
+    adafactor,
+    batch,
+    matrices_and_others,
+    muon,
+    trained,
+    whole,
+    wrapped,
+)
+from tests.harness import inspect
+from tests.harness.corners import seeded
+
+pytestmark = pytest.mark.distributed
+
+
+class Plain(torch.optim.Optimizer):
+    """The sign of the gradient, scaled by the largest element: of a whole tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def before(self) -> None:
+        return
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.before()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["most"] = p.grad.abs().amax().reshape(1)
+                    self.update(p, p.grad.sign() * self.state[p]["most"] * group["lr"])
+
+    def update(self, p: Tensor, by: Tensor) -> None:
+        p.sub_(by)
+
+
+class Assigning(Plain):
+    def update(self, p: Tensor, by: Tensor) -> None:
+        p.data = p.data - by
+
+
+class Transposing(Plain):
+    def update(self, p: Tensor, by: Tensor) -> None:
+        if p.dim() == 2:
+            p.data = (p.data.t() - by.t()).contiguous().t()
+        else:
+            p.sub_(by)
+
+
+class Reshaping(Plain):
+    def update(self, p: Tensor, by: Tensor) -> None:
+        p.data = p.data.reshape(-1)
+
+
+@pytest.mark.parametrize("cls", [Plain, Assigning, Transposing])
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
+def test_a_step_may_give_parameters_other_memory(front: str, cls: Any, pool2: Run) -> None:
+    results = pool2(trained, front, cls, tensors=True, sees="tensors", bucket_bytes=800)
+    assert [line for each in results for line in each] == []
+
+
+def test_a_step_may_give_parameters_on_one_rank_other_memory(pool2: Run) -> None:
+    results = pool2(trained, "wrapper", Assigning, tensors=True, sees="tensors", sharding_strategy="NO_SHARD")
+    assert [line for each in results for line in each] == []
+
+
+class Counting(Plain):
+    """One that counts its steps in its own attributes, and begins with larger ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count, self.cache = 0, {}  # type: ignore[var-annotated]
+
+    def before(self) -> None:
+        self.count += 1
+        self.cache[self.count] = "a name"
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+
+
+class ListCounting(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = {"steps": [0]}
+
+    def before(self) -> None:
+        self.counts["steps"][0] += 1
+
+
+class Random(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.numbers = random.Random(0)
+
+    def before(self) -> None:
+        self.numbers.random()
+
+
+class RandomOfTorch(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.helper = nn.ModuleDict.__new__(Holding)
+        self.helper.generator = torch.Generator()
+
+    def before(self) -> None:
+        torch.rand(1, generator=self.helper.generator)
+
+
+class Holding:
+    generator: torch.Generator
+
+
+class OfAll(Plain):
+    def before(self) -> None:
+        self.state.setdefault("all", torch.zeros(1)).add_(1)
+
+
+class OfGroup(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["k"] = torch.zeros(())
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+def counting(rank: int, world: int) -> tuple[int, list[str]]:
+    found = trained(rank, world, "wrapper", Counting, tensors=True, sees="tensors", bucket_bytes=800)
+    model = wrapped("wrapper")
+    steps = flatfsdp.matrix_steps(Counting(model.parameters()), sees="tensors", bucket_bytes=800)
+    for number in range(2):
+        model(batch(rank, number)).backward()
+        steps.optimizer.step()
+    made: Any = steps.optimizer
+    return made.count, found
+
+
+def test_values_that_a_step_replaces_are_replaced_once(pool2: Run) -> None:
+    assert pool2(counting) == [(2, [])] * 2
+
+
+def sharing(rank: int, world: int, cls: Any) -> str:
+    model = wrapped("wrapper")
+    made = cls(model.parameters())
+    if cls is OfAll:
+        made.state["all"] = torch.zeros(1)
+    steps = flatfsdp.matrix_steps(made, sees="tensors", bucket_bytes=800)
+    model(batch(rank, 0)).backward()
+    with pytest.raises(UsageError) as caught:
+        steps.optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (ListCounting, "its attribute 'counts'"),
+        (Random, "its attribute 'numbers'"),
+        (RandomOfTorch, "its attribute 'helper'"),
+        (OfAll, "its state 'all'"),
+        (OfGroup, "'k' of a param group"),
+    ],
+)
+def test_values_that_a_step_changes_in_place_are_refused(cls: Any, what: str, pool2: Run) -> None:
+    for text in pool2(sharing, cls):
+        assert re.search(f"a step of this {cls.__name__} changes {what} in place, which all parameters share", text)
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that shares groups and hooks with the optimizer inside, as Lookahead does."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.optimizer = inside
+        self.param_groups, self.defaults = inside.param_groups, inside.defaults
+        self.state = inside.state
+        self._optimizer_step_pre_hooks = inside._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inside._optimizer_step_post_hooks
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+def refused(rank: int, world: int) -> list[str]:
+    model = wrapped("wrapper")
+    found = []
+
+    def refuse(call: Any) -> None:
+        with pytest.raises(UsageError) as caught:
+            call()
+        found.append(str(caught.value))
+
+    refuse(lambda: flatfsdp.matrix_steps(Around(Plain(model.parameters())), sees="tensors"))
+    model(batch(rank, 0)).backward()
+    alone = torch.optim.Adafactor(model.parameters())
+    refuse(alone.step)
+    steps = flatfsdp.matrix_steps(Reshaping(model.parameters()), sees="tensors")
+    refuse(steps.optimizer.step)
+    refuse(steps.remove)
+    flat = FullyShardedDataParallel(nn.Linear(4, 4))
+    flat(torch.ones(1, 4)).sum().backward()
+    refuse(torch.optim.Adafactor(flat.parameters()).step)
+    # Parameters that no shard boundary cuts are whole to it.
+    alike = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True, sharding_strategy="NO_SHARD")
+    alike(torch.ones(1, 4)).sum().backward()
+    torch.optim.Adafactor(alike.parameters()).step()
+    both = (alike, flatfsdp.matrix_steps(torch.optim.Adafactor(alike.parameters())).optimizer)
+    assert copy.deepcopy(both)
+    return found
+
+
+def test_what_would_step_on_parts_is_refused_in_words(pool2: Run) -> None:
+    expected = [
+        "this Around holds another optimizer, 'optimizer', which would step on this rank's parts. Pass that one",
+        r"Adafactor looks at whole tensors.*ranks have parts of parameter .*flatfsdp.matrix_steps\(optimizer\)",
+        r"a step made parameter .* a tensor of shape \(\d+,\)",
+        "states of whole matrices already",
+        r"Adafactor looks at whole tensors.*or wrap with use_orig_params=True",
+    ]
+    for found in pool2(refused):
+        for text, pattern in zip(found, expected, strict=True):
+            assert re.search(pattern, text) or "failed, and others" in text, (pattern, text)
+
+
+def states_of_others(rank: int, world: int, late: bool) -> str:
+    """Rank 1 has states of one element too many."""
+    model = wrapped("wrapper")
+    params, _ = matrices_and_others(model, tensors=False)
+    optimizer = flatfsdp.matrix_steps(muon, params).optimizer
+    model(batch(rank, 0)).backward()
+    if late:
+        optimizer.step()
+    for each in params:
+        more = 1 if rank == 1 else 0
+        if each.numel():
+            found = torch.zeros(each.numel() + more)
+            optimizer.state[each]["momentum_buffer"] = found if more else found.view(each.shape)
+    with pytest.raises((UsageError, AgreementError)) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_states_of_another_ranks_parts_are_refused_on_all(late: bool, pool2: Run) -> None:
+    for text in pool2(states_of_others, late):
+        assert re.search("rank 1 has optimizer state of parameter .* whose shape is not that of its part", text), text
+
+
+def with_torchs_state_dict(rank: int, world: int, make: Any, sees: str | None, folder: str) -> tuple[str, ...]:
+    """One matrix, so that only its owner has a state."""
+    model = fully_shard(seeded(lambda: nn.Sequential(nn.Linear(5, 6, bias=False))))
+    optimizer = flatfsdp.matrix_steps(make, model.parameters(), sees=sees).optimizer
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]
+    own = optimizer.state_dict()
+    torch.save(own, f"{folder}/{rank}.pt")
+    again = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+    assert again["state"].keys() == own["state"].keys()
+    dcp.save({"optimizer": own}, checkpoint_id=f"{folder}/dcp")
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    dcp.load({"optimizer": own}, checkpoint_id=f"{folder}/dcp")
+    optimizer.load_state_dict(own)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    return tuple(sorted(found))
+
+
+@pytest.mark.parametrize(("make", "sees"), [(muon, None), (muon, "matrices"), (adafactor, None)])
+def test_states_are_in_torchs_state_dicts(make: Any, sees: str | None, tmp_path: Any, pool2: Run) -> None:
+    first, second = pool2(with_torchs_state_dict, make, sees, str(tmp_path))
+    assert first == second and first
+
+
+def owning_nothing(rank: int, world: int, folder: str) -> list[str]:
+    model = FullyShardedDataParallel(seeded(lambda: nn.Linear(5, 6, bias=False)), use_orig_params=True)
+    optimizer = flatfsdp.matrix_steps(partial(torch.optim.Muon), model.parameters(), sees="matrices").optimizer
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), f"{folder}/{rank}.pt")
+    again = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+    optimizer.load_state_dict(again)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    return [key for each in again["state"].values() for key in each]
+
+
+def test_a_rank_that_owns_no_matrix_has_its_own_state_dict(tmp_path: Any, pool2: Run) -> None:
+    assert sorted(pool2(owning_nothing, str(tmp_path))) == [[], ["momentum_buffer"]]
+
+
+def failing_to_begin(rank: int, world: int, setting: str) -> None:
+    model = wrapped("wrapper")
+    params, _ = matrices_and_others(model, tensors=False)
+    optimizer = flatfsdp.matrix_steps(muon, params, bucket_bytes=800).optimizer
+    model(batch(rank, 0)).backward()
+    before = optimizer.param_groups[0][setting]
+    if rank == 1:
+        optimizer.param_groups[0][setting] = "no number"
+    kind, pattern = (TypeError, "") if rank == 1 else (AgreementError, "rank 1: TypeError.*Load a checkpoint")
+    with pytest.raises(kind, match=pattern):
+        optimizer.step()
+    optimizer.param_groups[0][setting] = before
+    optimizer.zero_grad()
+    model(batch(rank, 1)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("setting", ["momentum", "weight_decay"])
+def test_what_fails_on_the_elements_of_one_rank_is_an_error_on_all(setting: str, pool2: Run) -> None:
+    pool2(failing_to_begin, setting, timeout=60)
+
+
+def of_two_dtypes(rank: int, world: int) -> tuple[int, int]:
+    """The bytes of a step, as stated and as counted."""
+    net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 10, bias=False).bfloat16())
+    net.forward = lambda x: net[1](net[0](x).bfloat16())  # type: ignore[method-assign]
+    model = FullyShardedDataParallel(net, use_orig_params=True)
+    steps = flatfsdp.matrix_steps(muon, model.parameters(), sees="matrices")
+    model(torch.ones(2, 6)).float().sum().backward()
+    before = inspect.comm_stats(model).bytes["all_to_all"]
+    steps.optimizer.step()
+    stated = re.search(r"sends ([\d,]+) bytes to owners, ([\d,]+) back", steps.summary())
+    assert stated is not None
+    found = sum(int(each.replace(",", "")) for each in stated.groups())
+    return found, inspect.comm_stats(model).bytes["all_to_all"] - before
+
+
+def test_the_stated_bytes_of_matrices_of_two_dtypes_are_sent(pool2: Run) -> None:
+    results = pool2(of_two_dtypes)
+    assert all(stated == counted for stated, counted in results) and any(counted for _, counted in results)
+
+
+def without_a_gradient_of_its_own(rank: int, world: int) -> list[str]:
+    """A matrix whose owner has no elements of it, so neither a gradient."""
+    model = wrapped("wrapper")
+    params, _ = matrices_and_others(model, tensors=False)
+    shapes = flatfsdp.unsharded_shapes(model)
+    first = next(each for name, each in model.named_parameters() if len(shapes[name]) == 2 and shapes[name].numel())
+    reference = OneProcess(seeded(type(model.module)), muon, tensors=False)  # type: ignore[attr-defined]
+    steps = flatfsdp.matrix_steps(muon, params, owners={first: world - 1}, sees="matrices")
+    for number in range(STEPS):
+        model(batch(rank, number)).backward()
+        reference.step(whole(model, "grad"))
+        steps.optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+    (plan,) = steps.plans
+    index = next(i for i, matrix in enumerate(plan.matrices) if matrix.asked == world - 1)
+    assert plan.owners[index] == world - 1 and plan.matrices[index].span_of(world - 1).is_empty
+    expected = reference.tensors()
+    found = whole(model, "data")
+    return [name for name in reference.parts if not torch.equal(found[name], expected[name])]  # type: ignore[arg-type]
+
+
+def test_an_owner_without_elements_of_a_matrix_steps_on_it(pool3: Run) -> None:
+    assert pool3(without_a_gradient_of_its_own) == [[]] * 3
