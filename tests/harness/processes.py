@@ -18,10 +18,12 @@ import ctypes
 import faulthandler
 import gc
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +33,7 @@ from multiprocessing import connection, forkserver, popen_forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -56,6 +59,7 @@ _FORKSERVER.set_forkserver_preload(
         "flatfsdp.trainer.memory_estimate",
         "tests.harness.parity",
         "pytest",  # imported by test modules
+        "tests.harness.last_preload",
     ]
 )
 
@@ -80,21 +84,44 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _Rank(ForkServerProcess):
-    """A forked process that ends like a started one: atexit callbacks run, the interpreter is finalized, and so are
-    the libraries and C++ objects that this process has added to those of the server."""
+    """A forked process that ends like a started one, except for what its server has imported: atexit callbacks run, the
+    interpreter's finalization begins, the modules that this process has added are emptied, and its libraries and C++
+    objects are finalized."""
 
     _Popen = staticmethod(_Popen)
 
     def _bootstrap(self, *args: Any) -> NoReturn:
         gc.freeze()  # the collector then skips all of torch's objects, in particular at the end
         # Handlers run latest first, so all those from before the fork come after this one. That is what takes apart
-        # torch's operators, one by one: half of the CPU time of a short process.
+        # torch's operators, one by one.
         libc = ctypes.CDLL(None)
         if hasattr(libc, "on_exit"):  # glibc's
             libc.on_exit(libc._exit, None)
+        before = len(sys.modules)
         code = super()._bootstrap(*args)
+        sys.last_value = _End(code, before)  # the first that is deleted
         ctypes.pythonapi.Py_Exit(code)
         raise AssertionError("Py_Exit does not return")
+
+
+class _End(BaseException):
+    """Exits the process once its interpreter's finalization has come to the modules. Emptying those of the server, too,
+    would copy all of its pages: most of the CPU time of a short process."""
+
+    def __init__(self, code: int, before: int) -> None:
+        self._code, self._before, self._streams = code, before, (sys.stdout, sys.stderr)
+        self._exit = ctypes.PyDLL(None).exit  # holds the interpreter's lock, like the rest of a finalization
+
+    def __del__(self) -> None:
+        """Called where the interpreter deletes this value from `sys`: daemon threads can run no code from now on."""
+        for name in list(itertools.islice(reversed(sys.modules), len(sys.modules) - self._before)):
+            module, sys.modules[name] = sys.modules[name], None  # type: ignore[assignment]
+            if isinstance(module, ModuleType):
+                vars(module).clear()
+        gc.collect()
+        for stream in self._streams:
+            stream.flush()
+        self._exit(self._code)
 
 
 class Ranks:

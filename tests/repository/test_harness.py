@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -196,6 +197,29 @@ def fail_or_hang(rank: int, world: int) -> None:
         raise ValueError("no from rank 0")
     while True:
         time.sleep(0.1)
+
+
+class Left:
+    """Says when it is freed, which the end of its process does."""
+
+    def __del__(self, write: Any = os.write) -> None:
+        write(1, b"freed with its module\n")
+
+
+def leave_something(rank: int, world: int) -> None:
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    threading.Timer(0.2, os.write, (1, b"joined\n")).start()
+    atexit.register(os.write, 1, b"called at exit\n")
+    print("flushed")
+    globals()["left"] = Left()
+
+
+def test_the_end_of_a_forked_rank_is_that_of_an_interpreter() -> None:
+    (ended,) = fresh.run(1, leave_something)
+    assert ended.exit_code == 0
+    written = ended.output.splitlines()
+    written.remove("flushed")  # at the end, or at once where output is not buffered
+    assert written == ["joined", "called at exit", "freed with its module"]
 
 
 def leave(rank: int, world: int, pipe: Connection) -> None:
