@@ -10,6 +10,7 @@ from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
+from .engine.features.block_states import block_states
 from .engine.features.conditional_units import ensure_unit_participation
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
@@ -48,6 +49,7 @@ __all__ = [
     "UnitSummary",
     "Way",
     "advise",
+    "block_states",
     "check_replicas",
     "collective_region",
     "detect_nonfinite",

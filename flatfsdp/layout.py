@@ -10,8 +10,19 @@ ranks.
 from __future__ import annotations
 
 from .engine.layout.layout import ParamSpec
-from .engine.planning.grains import Blocks, Elements, Grain, Rows, Whole
+from .engine.planning.grains import Blocks, Elements, Grain, Rows, Whole, state_blocks
 from .engine.planning.plan import cheaper, plan
 from .engine.planning.planned import PlannedLayout
 
-__all__ = ["Blocks", "Elements", "Grain", "ParamSpec", "PlannedLayout", "Rows", "Whole", "cheaper", "plan"]
+__all__ = [
+    "Blocks",
+    "Elements",
+    "Grain",
+    "ParamSpec",
+    "PlannedLayout",
+    "Rows",
+    "Whole",
+    "cheaper",
+    "plan",
+    "state_blocks",
+]

@@ -27,7 +27,10 @@ PACKAGES = (
     "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao",
 )  # fmt: skip
 # Tests that are skipped where this package is not installed, by the name of their row.
-TESTS = {"torchao: tests of float8": "tests/fully_shard/test_torchao.py"}
+TESTS = {
+    "torchao: tests of float8": "tests/fully_shard/test_torchao.py",
+    "torchao: tests of low-bit optimizers": "tests/features/test_block_states.py",
+}
 
 
 def row_of_tests(name: str, limit: float) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
         if slot.index in slot.handle.face.present:
             shaped = {n for i, each in found.items() if entries[i].slot is slot for n in each if _is_shaped(each[n])}
             states[slot.parameter] = {
-                name: _like_holder(slot, value) if name in shaped else value_of(value) for name, value in state.items()
+                name: like_holder(slot, value) if name in shaped else value_of(value) for name, value in state.items()
             }
 
 
@@ -256,7 +256,8 @@ def _is_shaped(value: object) -> bool:
     return isinstance(value, ParamShaped)
 
 
-def _like_holder(slot: Slot, piece: torch.Tensor) -> torch.Tensor:
+def like_holder(slot: Slot, piece: torch.Tensor) -> torch.Tensor:
+    """`piece`, one state of this rank's elements in memory order, in the form that a state of the parameter has."""
     if _dtensor.is_dtensor(slot.parameter):
         return slot.handle.face.like_holder((slot.index,), piece)
     local = slot.handle.face.local_of(slot.parameter)

@@ -70,12 +70,15 @@ class MatrixSteps:
 
     Attributes:
         optimizer: the optimizer.
+        exchanges: True: ranks take its steps together.
 
     Args:
         optimizer, cost, bucket_bytes: as for `matrix_steps`.
         adapter: of the class of the optimizer.
         owners: as for `matrix_steps`, by the ids of parameters.
     """
+
+    exchanges = True
 
     def __init__(
         self,
@@ -319,18 +322,29 @@ def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[E
 
 
 def _managed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Unit]]:
-    """The parameters of units that `optimizer` holds, in the order of its param groups, which is that of all ranks.
+    """`each_managed` parameter.
 
     Raises:
         UsageError: one of them is no matrix, or is a part of one, in a way that is not supported.
+    """
+    for slot, unit in each_managed(optimizer, "matrix_steps"):
+        _check_place(slot)
+        yield slot, unit
+
+
+def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[tuple[Slot, Unit]]:
+    """The parameters of units that `optimizer` holds, in the order of its param groups, which is that of all ranks.
+
+    Raises:
+        UsageError: a flat parameter, or one that is no shard, in the words of a `call`.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
             if isinstance(parameter, FlatParameter):
                 raise UsageError(
-                    f"matrix_steps: param group {number} of the optimizer holds a flat parameter, in which there are "
-                    f"no matrices: {FlatFace.words.remedy}"
+                    f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
+                    f"matrices: {FlatFace.words.remedy}"
                 )
             if unit is None:
                 continue
@@ -342,14 +356,12 @@ def _managed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Unit]]:
             ]
             if not places:
                 raise UsageError(
-                    f"matrix_steps: param group {number} of the optimizer holds a parameter of unit {unit.label} that "
-                    "is no shard. Build the optimizer from model.parameters() between iterations"
+                    f"{call}: param group {number} of the optimizer holds a parameter of unit {unit.label} that is no "
+                    "shard. Build the optimizer from model.parameters() between iterations"
                 )
             kind, index = places[0]
             spec = unit.handles[kind].layout.params[index]
-            slot = Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}")
-            _check_place(slot)
-            yield slot, unit
+            yield Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}"), unit
 
 
 def _check_place(slot: Slot) -> None:

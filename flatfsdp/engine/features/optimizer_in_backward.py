@@ -25,7 +25,7 @@ from ..base import _torch
 from ..base.events import Observer
 from ..flat.states import STEPPED
 from ..flat.views import SHOWS_SHARD
-from ..guards.optimizer_hooks import check_parameters, compare_at_first_step, engine_steps, steps_on_wholes
+from ..guards.optimizer_hooks import check_parameters, compare_at_first_step, engine_steps, wholes_of
 from ..models.rest import check_outside, outermost_model
 from ..runtime.finish import Finished, Finisher
 from ..runtime.model import Model
@@ -320,7 +320,7 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if not isinstance(optimizer, torch.optim.Optimizer):
         refuse_type(f"{name}: optimizer", optimizer, "an optimizer of torch.optim, or a class derived from it")
     check_outside(inner.outermost, f"{name}()")
-    if optimizer in steps_on_wholes:
+    if (wholes := wholes_of(optimizer)) is not None and wholes.exchanges:
         raise UsageError(
             f"{name}(): this {type(optimizer).__name__} steps on whole matrices (matrix_steps), for which all ranks "
             "exchange parts; ranks without elements of a unit would not take part. Call its step() after the backward"

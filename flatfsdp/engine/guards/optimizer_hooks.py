@@ -44,14 +44,18 @@ class _CheckedOptimizer(NamedTuple):
 
 
 class StatesOfWholes(Protocol):
-    """The states of an optimizer that steps on whole matrices.
+    """The states of an optimizer that steps on whole matrices, or has states of blocks.
 
     Attributes:
-        imbalance: the cost of the rank that computes longest in a step, as a multiple of the mean.
+        imbalance: the cost of the rank that computes longest in a step, as a multiple of the mean; None if each rank
+            steps on its own elements.
+        exchanges: whether ranks take its steps together.
     """
 
+    exchanges: bool
+
     @property
-    def imbalance(self) -> float: ...
+    def imbalance(self) -> float | None: ...
 
     def to_shards(self) -> None:
         """Let each rank have its parts of them, as of an element-wise optimizer. Collective."""
@@ -62,11 +66,22 @@ class StatesOfWholes(Protocol):
 
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
-# Optimizers that step on whole matrices, of which ranks have parts: their states may have the shape of these.
+# Optimizers of which a rank's states are not always those of its elements alone.
 steps_on_wholes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StatesOfWholes]]
 steps_on_wholes = weakref.WeakKeyDictionary()
-# Known optimizers that are not element-wise, by their classes' names: most programs do not import them.
-_SEE_WHOLES = frozenset({"torch.optim.Muon", "torch.optim.Adafactor", "transformers.optimization.Adafactor"})
+# What known optimizers that are not element-wise see, and the remedy, by their classes' names: most programs do not
+# import them.
+_MATRICES = "whole tensors, at their norms, rows or products", "Let it step on whole ones with flatfsdp.matrix_steps()"
+_BLOCKS = (
+    "blocks of states",
+    ("Wrap with layout=flatfsdp.layout.state_blocks(), and call flatfsdp.block_states(optimizer)"),
+)
+_SEE_WHOLES: dict[str, tuple[str, str]] = {
+    "torch.optim.Muon": _MATRICES,
+    "torch.optim.Adafactor": _MATRICES,
+    "transformers.optimization.Adafactor": _MATRICES,
+    **{f"torchao.optim.adam.Adam{kind}": _BLOCKS for kind in ("8bit", "4bit", "Fp8", "W8bit", "W4bit", "WFp8")},
+}
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = weakref.WeakKeyDictionary()
@@ -218,11 +233,13 @@ def _place_of(unit: Unit, parameter: torch.Tensor) -> tuple[FlatParamHandle, int
 def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError if `optimizer` is known to look at whole tensors, and ranks have parts of one that it steps on.
 
-    DTensors are whole to it, and torch computes their norms and products.
+    DTensors are whole to it: torch computes their norms and products, and torchao has rules for them.
     """
     cls = type(optimizer)
-    if f"{cls.__module__}.{cls.__qualname__}" not in _SEE_WHOLES or optimizer in steps_on_wholes:
+    known = _SEE_WHOLES.get(f"{cls.__module__}.{cls.__qualname__}")
+    if known is None or optimizer in steps_on_wholes:
         return
+    seen, remedy = known
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for _, handle in handles_of(optimizer):
         layout = handle.layout
@@ -232,9 +249,8 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if isinstance(holder, FlatParameter) or len(parts_of(layout, index, Span(0, spec.numel))) > 1:
                 raise UsageError(
-                    f"{cls.__name__} looks at whole tensors, at their norms, rows or products, but ranks have parts of "
-                    f"parameter {spec.name!r}, so that a step on each part computes something else. Let it step on "
-                    "whole ones with flatfsdp.matrix_steps(optimizer), which copies of an optimizer need again"
+                    f"{cls.__name__} looks at {seen}, but ranks have parts of parameter {spec.name!r}: steps on these "
+                    f"would compute something else. {remedy}, for copies of an optimizer again"
                     f"{handle.face.words.or_remedy}"
                 )
 

@@ -5,7 +5,10 @@ A layout knows the numbers only. [Note: grains]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import nn
 
 from ...errors import ConfigTypeError, ConfigValueError
 from ..layout.layout import ParamSpec
@@ -104,6 +107,20 @@ class Whole:
 
 
 Grain = Elements | Rows | Blocks | Whole
+
+
+LEAST_QUANTIZED = 4096  # the elements from which on torchao quantizes the states of a parameter
+
+
+def state_blocks(block: int = 256) -> Callable[[str, nn.Parameter], Grain | None]:
+    """Grains for an optimizer that quantizes its states in blocks of `block` elements (see `block_states`): a value for
+    `layout=`. Parameters of which it quantizes no states are cut anywhere."""
+    grain = Elements(block)
+
+    def grain_of(name: str, parameter: nn.Parameter) -> Grain | None:
+        return grain if parameter.numel() >= LEAST_QUANTIZED and parameter.numel() % block == 0 else None
+
+    return grain_of
 
 
 def _at_most(param: ParamSpec, elements: int) -> int:

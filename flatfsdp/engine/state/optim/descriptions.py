@@ -41,7 +41,10 @@ class OtherState:
 
 class KeptWhole(torch.Tensor):
     """A state of another shape than the parameter's, of which each rank has all while the parameter is in parts: of an
-    optimizer that steps on whole matrices."""
+    optimizer that steps on whole matrices, or has states of blocks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptWhole:
+        return self.as_subclass(torch.Tensor).clone().as_subclass(KeptWhole)
 
 
 torch.serialization.add_safe_globals([KeptWhole])

@@ -1,0 +1,275 @@
+"""torchao's low-bit optimizers on shards: states of one process to the bit, on any number of ranks, saved by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, checkpoint, fully_shard
+from flatfsdp.errors import ConfigTypeError, UsageError
+from flatfsdp.layout import Elements, Rows, state_blocks
+from tests.conftest import Run
+from tests.harness.corners import seeded
+from tests.harness.gradients import plain
+from tests.harness.meshes import replicas_of_shards
+
+pytestmark = pytest.mark.distributed
+
+pytest.importorskip("torchao")
+
+STEPS = 3
+KINDS = ["AdamW8bit", "Adam8bit", "AdamW4bit", "AdamWFp8"]
+
+
+class Net(nn.Module):
+    """Parameters of which a whole one is quantized and its part on four ranks would not be, of one whose part would be
+    and the whole not, and of few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 192)  # 6,144 elements
+        self.odd = nn.Linear(192, 65)  # 12,480, of which no blocks of 256 or 128
+        self.down = nn.Linear(65, 32)
+        self.wide = nn.Parameter(torch.randn(64, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.odd(torch.relu(self.up(x))))) + x @ self.wide[:32, :32]
+        return y.square().mean() + (self.wide * torch.linspace(-1, 1, 256)).square().mean()
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """torchao compiles its steps, which takes a minute for each shape."""
+    compiling = torch.compile
+    torch.compile = lambda function, **options: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiling
+
+
+def make(kind: str, parameters: Any) -> Any:
+    import torchao.optim
+
+    return getattr(torchao.optim, kind)(parameters, lr=0.05)
+
+
+def blocks(kind: str) -> int:
+    return 128 if "4bit" in kind else 256
+
+
+def wrapped(front: str, kind: str, net: nn.Module, **settings: Any) -> Any:
+    if front == "fully_shard":
+        return fully_shard(net, layout=state_blocks(blocks(kind)), **settings)
+    if settings.get("sharding_strategy") == "HYBRID_SHARD":
+        settings["device_mesh"] = replicas_of_shards()
+    return FullyShardedDataParallel(net, layout=state_blocks(blocks(kind)), use_orig_params=True, **settings)
+
+
+def wholes(model: Any, value: str) -> dict[str, Tensor]:
+    """Full parameters, or gradients, by name. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=value == "grad"):
+            named = {plain(name): each if value == "data" else each.grad for name, each in model.named_parameters()}
+            return {name: each.detach().clone() for name, each in named.items() if each is not None}
+    named = {name: each if value == "data" else each.grad for name, each in model.named_parameters()}
+    return {name: each.full_tensor().detach().clone() for name, each in named.items()}
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        found = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    return {f"{plain(name)}.{key}": value for name, each in found.items() for key, value in each.items()}
+
+
+def of_one(optimizer: Any, named: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """The states of one process, as they are by name."""
+    found: dict[str, Any] = {}
+    for name, parameter in named.items():
+        for key, value in optimizer.state[parameter].items():
+            if not hasattr(value, "codes"):
+                found[f"{name}.{key}"] = value
+                continue
+            codes = value.codes.reshape(-1).view(torch.uint8)
+            if 2 * codes.numel() == value.numel():
+                codes = torch.stack([codes >> 4, codes & 15], -1).reshape(-1)
+            found[f"{name}.{key}.codes"] = codes.view(value.shape)
+            found[f"{name}.{key}.scales"] = value.scale
+    return found
+
+
+def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
+    return [name for name, value in found.items() if not torch.equal(torch.as_tensor(value), expected[name])]
+
+
+def trained(rank: int, world: int, front: str, kind: str, in_backward: bool = False, **settings: Any) -> list[str]:
+    """The differences to one process with the same gradients."""
+    with eager():
+        alone = seeded(Net)
+        reference = make(kind, alone.parameters())
+        model = wrapped(front, kind, seeded(Net), **settings)
+        optimizer = flatfsdp.block_states(make(kind, model.parameters()))
+        for number in range(STEPS):
+            model(batch(rank, number)).backward()
+            gradients = wholes(model, "grad")
+            for name, parameter in alone.named_parameters():
+                parameter.grad = gradients[name]
+            reference.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                states(model, optimizer)  # a step puts together what a state dict has divided
+        named = dict(alone.named_parameters())
+        found = unlike(wholes(model, "data"), {name: each.detach() for name, each in named.items()})
+        return found + unlike(states(model, optimizer), of_one(reference, named))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("front", "world"), [("wrapper", 3), ("wrapper", 4), ("fully_shard", 4), ("wrapper", 1)])
+def test_states_are_those_of_one_process(front: str, world: int, kind: str, run: Run) -> None:
+    assert [line for each in run(world, trained, front, kind) for line in each] == []
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"sharding_strategy": "SHARD_GRAD_OP"},
+    {"sharding_strategy": "NO_SHARD"},
+    {"sharding_strategy": "HYBRID_SHARD"},
+    {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_states_are_those_of_one_process_under_other_settings(settings: dict[str, Any], run: Run) -> None:
+    assert [line for each in run(4, trained, "wrapper", "AdamW8bit", **settings) for line in each] == []
+
+
+def in_backward(rank: int, world: int) -> list[str]:
+    """The differences of steps in the backward to steps after it."""
+    with eager():
+        found = []
+        for early in (False, True):
+            model = wrapped("wrapper", "AdamW8bit", seeded(Net))
+            optimizer = flatfsdp.block_states(make("AdamW8bit", model.parameters()))
+            if early:
+                flatfsdp.optimizer_in_backward(model, optimizer)
+            for number in range(STEPS):
+                model(batch(rank, number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({**wholes(model, "data"), **states(model, optimizer)})
+        return unlike(*found)
+
+
+def test_steps_in_the_backward(pool2: Run) -> None:
+    assert pool2(in_backward) == [[], []]
+
+
+def stepped(model: Any, optimizer: torch.optim.Optimizer, rank: int, numbers: range) -> None:
+    for number in numbers:
+        model(batch(0, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(rank: int, world: int, path: str, kind: str, front: str) -> dict[str, Any]:
+    with eager():
+        model = wrapped(front, kind, seeded(Net))
+        optimizer = flatfsdp.block_states(make(kind, model.parameters()))
+        before = states(model, optimizer)
+        assert all(not torch.as_tensor(value).any() for value in before.values())
+        stepped(model, optimizer, rank, range(2))
+        assert before.keys() == states(model, optimizer).keys()
+        checkpoint.save(path, model=model, optimizer=optimizer)
+        return states(model, optimizer)
+
+
+def loaded(rank: int, world: int, path: str, kind: str, layout: Any) -> tuple[dict[str, Any], list[str]]:
+    """The states as loaded; and differences of the next step to that of one process that has loaded the same."""
+    with eager():
+        model = FullyShardedDataParallel(seeded(Net), layout=layout, use_orig_params=True)
+        optimizer = flatfsdp.block_states(make(kind, model.parameters()))
+        stepped(model, optimizer, rank, range(1))
+        checkpoint.load(path, model=model, optimizer=optimizer)
+        found = states(model, optimizer)
+        again = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(again)
+        assert unlike(states(model, optimizer), found) == []
+        values = wholes(model, "data")
+        stepped(model, optimizer, rank, range(5, 6))
+        later = {**wholes(model, "data"), **states(model, optimizer)}
+        alone = FullyShardedDataParallel(seeded(Net), use_orig_params=True, sharding_strategy="NO_SHARD")
+        reference = flatfsdp.block_states(make(kind, alone.parameters()))
+        checkpoint.load(path, model=alone, optimizer=reference)
+        assert unlike(wholes(alone, "data"), values) == []
+        stepped(alone, reference, rank, range(5, 6))
+        expected = {**wholes(alone, "data"), **states(alone, reference)}
+        return found, [
+            n for n, v in later.items() if not torch.allclose(torch.as_tensor(v).float(), expected[n].float())
+        ]
+
+
+@pytest.mark.parametrize(
+    ("front", "kind"), [("wrapper", "AdamW8bit"), ("wrapper", "AdamW4bit"), ("fully_shard", "AdamWFp8")]
+)
+def test_states_are_saved_by_name_and_loaded_on_other_ranks(front: str, kind: str, tmp_path: Path, run: Run) -> None:
+    before = run(4, saved, str(tmp_path / "x"), kind, front)[0]
+    other = {"up.weight": Elements(1024), "wide": Rows(1 if blocks(kind) == 256 else 2)}
+    for found, different in run(3, loaded, str(tmp_path / "x"), kind, other):
+        assert unlike(found, before) == []
+        assert different == []
+
+
+def refused(rank: int, world: int) -> None:
+    with eager():
+        model = FullyShardedDataParallel(seeded(Net), use_orig_params=True)
+        with pytest.raises(UsageError, match=r"is cut after .* inside of a block of 256 .*state_blocks\(256"):
+            flatfsdp.block_states(make("AdamW8bit", model.parameters()))
+        model(batch(rank, 0)).backward()
+        optimizer = make("AdamW8bit", model.parameters())
+        with pytest.raises(UsageError, match=r"AdamW8bit looks at blocks of states.*block_states\(optimizer\)"):
+            optimizer.step()
+        with pytest.raises(ConfigTypeError, match="a low-bit Adam or AdamW of torchao"):
+            flatfsdp.block_states(torch.optim.AdamW(model.parameters()))
+        optimizer = flatfsdp.block_states(make("AdamW8bit", wrapped("wrapper", "AdamW8bit", Net()).parameters()))
+        with pytest.raises(UsageError, match="it was called for this AdamW8bit before"):
+            flatfsdp.block_states(optimizer)
+        with pytest.raises(UsageError, match="holds a flat parameter"):
+            flatfsdp.block_states(make("AdamW8bit", FullyShardedDataParallel(Net()).parameters()))
+
+
+def test_cuts_inside_of_blocks_are_refused_in_words(pool3: Run) -> None:
+    pool3(refused)
+
+
+def compiled(rank: int, world: int) -> list[str]:
+    """The differences of torchao's compiled steps to those of one process."""
+    with contextlib.nullcontext():
+        alone, whole = seeded(lambda: nn.Linear(64, 128, bias=False)), seeded(lambda: nn.Linear(64, 128, bias=False))
+        model = FullyShardedDataParallel(whole, layout=state_blocks(), use_orig_params=True)
+        optimizer = flatfsdp.block_states(make("AdamW8bit", model.parameters()))
+        reference = make("AdamW8bit", alone.parameters())
+        for number in range(2):
+            model(torch.randn(4, 64, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+            alone.weight.grad = wholes(model, "grad")["weight"]
+            reference.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = unlike(wholes(model, "data"), {"weight": alone.weight.detach()})
+        return found + unlike(states(model, optimizer), of_one(reference, {"weight": alone.weight}))
+
+
+def test_compiled_steps_have_the_states_of_one_process(pool2: Run) -> None:
+    assert pool2(compiled, timeout=240) == [[], []]
