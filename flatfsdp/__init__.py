@@ -12,6 +12,7 @@ from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
 from .engine.features.block_states import block_states
 from .engine.features.conditional_units import ensure_unit_participation
+from .engine.features.deterministic_sums import microbatch
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.matrix_steps import MatrixSteps, matrix_steps
@@ -61,6 +62,7 @@ __all__ = [
     "join",
     "matrix_steps",
     "memory_plan",
+    "microbatch",
     "optimizer_in_backward",
     "register_fsdp_forward_method",
     "retain_host_memory",

@@ -250,6 +250,8 @@ class Config:
     layout: Any
     """ "flat" or "rows": whether ranks split the parameters of a unit as one flat parameter, or each of them by rows.
     Or the grains of parameters, for which a layout is planned: as given until the outermost wrapper resolves them."""
+    deterministic_sums: bool
+    """Whether sums of gradients have the same bits on any number of ranks, over the microbatches that users name."""
 
     def replace(self, **changes: Any) -> Config:
         """A copy with the given fields changed; the values must be normalized already."""

@@ -81,6 +81,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | None = None,
+    deterministic_sums: bool = False,
 ) -> Given:
     """Shard the parameters of a module over ranks, in place: as FSDP2's function of that name.
 
@@ -119,6 +120,8 @@ def fully_shard(
         layout: the grains of parameters, see `flatfsdp.layout`: by names of parameters or of modules, by modules, or a
             callable `(name, parameter)` that returns a grain or None. Here they are checked: each rank has the rows
             that `torch.chunk` gives it, and where these end inside of a grain, the call is refused. Not in FSDP2.
+        deterministic_sums: as for `FullyShardedDataParallel`. Not in FSDP2.
+
     Returns:
         `module`, or the list, whose classes now derive from `FSDPModule` as well.
 
@@ -147,6 +150,7 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
         layout=layout,
+        deterministic_sums=deterministic_sums,
     )
     in_place.shard(call, FSDPModule)
     return module
@@ -168,6 +172,7 @@ def fully_shard_by_policy(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | None = None,
+    deterministic_sums: bool = False,
 ) -> M:
     """`fully_shard` for the modules inside `module` that a policy chooses, children first, then for `module`.
 
@@ -183,8 +188,8 @@ def fully_shard_by_policy(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params: as for
             `fully_shard`, for every unit. With None for `reshard_after_forward`, only the outermost unit stays
             unsharded.
-        param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers: as for
-            `FullyShardedDataParallel`.
+        param_init_fn, sync_module_states, backward_prefetch, forward_prefetch, limit_all_gathers, deterministic_sums:
+            as for `FullyShardedDataParallel`.
         layout: as for `fully_shard`, with names in `module`.
 
     Returns:

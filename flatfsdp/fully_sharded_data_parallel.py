@@ -104,6 +104,9 @@ class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, S
             names of parameters or of modules, or from modules, or a callable `(name, parameter)` that returns a grain
             or None; names are those in `module`, and parameters without a grain are cut anywhere. Except with "flat",
             there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints equal "flat"'s. Not in FSDP1.
+        deterministic_sums: whether gradients have the same bits on any number of ranks: the mean over the microbatches
+            that `flatfsdp.microbatch` numbers, added up in an order that does not depend on ranks; of the whole model,
+            if set for any part. Not in FSDP1.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, the given value and the accepted ones.
@@ -152,6 +155,7 @@ class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, S
         reshard_after_forward: bool | int | None = None,
         join_units_below: int = JOIN_UNITS_BELOW,
         layout: Literal["flat", "rows"] | Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] = "flat",
+        deterministic_sums: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         with one_rank_warns(this_rank=is_first_of(process_group, device_mesh)):

@@ -352,7 +352,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, Unit]]:
 
 def _has_residuals(model: nn.Module) -> bool:
     """Whether gradients of `model` are reduced with error feedback."""
-    return any(grads.residuals is not None for _, unit in _units(model) for grads in unit.grads)
+    return any(residuals_of(unit) for _, unit in _units(model))
 
 
 def sections_of(model: Any, optimizer: Any) -> list[Section]:

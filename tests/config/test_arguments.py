@@ -67,6 +67,7 @@ def test_names_order_and_defaults_of_arguments_are_torchs():
         ("reshard_after_forward", "None"),
         ("join_units_below", str(2**20)),
         ("layout", "flat"),
+        ("deterministic_sums", "False"),
     ]
     assert ours == [*torchs, *expected]
 

@@ -404,7 +404,7 @@ def owed(model: Any) -> list[Tensor]:
     found = []
     for handle, _, own in (kind for each in _model(model).units for kind in each.kinds):
         layout, flat = handle.layout, torch.zeros(handle.layout.padded_numel)
-        held = own.residuals.held if own.residuals is not None else {}
+        held = getattr(own.carried, "held", {})  # of residuals
         others = [rank for rank in range(layout.world) if rank != handle.rank]
         sent = held["shard"].view(len(others), -1) if "shard" in held else torch.zeros(len(others), layout.shard_numel)
         shards = dict(zip(others, sent, strict=True))

@@ -82,6 +82,7 @@ def check_arguments(
     reshard_after_forward: Any = None,
     join_units_below: Any = JOIN_UNITS_BELOW,
     layout: Any = "flat",
+    deterministic_sums: Any = False,
 ) -> Config:
     """Check the arguments of ``FullyShardedDataParallel`` and return them normalized. No communication.
 
@@ -95,6 +96,7 @@ def check_arguments(
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
+        deterministic_sums=deterministic_sums,
     )
     config = Config(
         process_group=_process_group(process_group, strategy),

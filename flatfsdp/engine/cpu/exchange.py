@@ -35,11 +35,12 @@ import torch.distributed as dist
 
 from ...errors import UsageError
 from ..base import _torch
+from ..comm.sum_tree import BlockExchange
 from ..transports.pieces import RankPieces
 from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, ChunkStream
 from .malloc import retains_host_memory
-from .operations import AllToAll, Gather, Operation, Sum
+from .operations import AllToAll, BlockSum, Gather, Operation, Sum
 from .peers import Peer
 from .segments import MemorySegment
 
@@ -116,6 +117,18 @@ class SharedMemory:
         """The sum over ranks of this rank's pieces, in rank order, into `output`. The first rank's are the longest."""
         each = of_ranks[0].dtype.itemsize * (self.world - 1)
         return self._issue(Sum(output, of_ranks, self.rank), of_ranks[0].numel, bytes_each=each)
+
+    def sum_blocks(
+        self,
+        exchange: BlockExchange,
+        blocks: Sequence[Sequence[RankPieces]],
+        kept: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        longest: int,
+    ) -> Operation:
+        """The sums of blocks of microbatches, as of `BlockSum`. `longest`: the most elements of a rank's piece."""
+        each = outputs[0].dtype.itemsize * (self.world - 1) * exchange.most
+        return self._issue(BlockSum(exchange, blocks, kept, outputs, self.rank), longest, bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
         """Send the rows of `sent`, uint8, one to each other rank, and receive theirs into `arrived`."""

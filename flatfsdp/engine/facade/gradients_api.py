@@ -11,8 +11,10 @@ from torch import nn
 
 from ...errors import UsageError
 from ..features.clip import clip_grad_norm
+from ..features.deterministic_sums import DeterministicSums
 from ..models.rest import check_outermost, check_outside, may_list_leaves, quiesce
 from ..models.walks import units_in
+from ..runtime.model import model_of
 from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
 
@@ -52,11 +54,15 @@ class GradientControls:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any module: drop the gradients of all parameters inside, or set them to zero. Where modules hold
-        unsharded parameters, from a forward to its backward or after `unshard()`, this applies to the shards.
+        unsharded parameters, from a forward to its backward or after `unshard()`, this applies to the shards. With
+        `deterministic_sums=True`, the outermost wrapper also drops what has run of a step.
 
         Args:
             set_to_none: False to keep `.grad`, filled with zeros.
         """
+        model = model_of(self._unit)
+        if model.outermost is self._unit and (sums := model.observers.find(DeterministicSums)) is not None:
+            sums.drop_step()
         for unit in units_in(cast(nn.Module, self)):
             for handle in unit.handles if not unit.shows_shard else ():  # others are listed, as in any module
                 for holder in handle.face.holders:

@@ -38,8 +38,10 @@ from ..models.spread import norm_axes, part_axes
 from ..runtime.model import Model
 from ..runtime.unit import Unit
 from ..transports.blocking import all_reduce_now, gather_now
+from .deterministic_sums import DeterministicSums
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
+from .tiled_norms import power_sum
 
 Grads = list[torch.Tensor]
 _GRAD = attrgetter("grad")
@@ -87,20 +89,21 @@ class _Gradients(NamedTuple):
     Attributes:
         sharded: sharded gradients, by the process groups over which their norms are summed, with their transports. The
             same groups on all ranks, whichever parameters a rank has chosen.
-        whole: gradients that every rank holds completely (NO_SHARD, ignored parameters).
+        whole: gradients that every rank holds completely (NO_SHARD, ignored parameters); outside: those in no unit.
         dtypes: of the gradients on any rank, including dtypes of which this rank holds none.
         summed: dtypes that the models have for gradients, the same on all ranks.
     """
 
     sharded: dict[tuple[Any, ...], tuple[list[Transport], list[torch.Tensor]]]
     whole: list[torch.Tensor]
+    outside: list[torch.Tensor]
     dtypes: set[torch.dtype]
     summed: set[torch.dtype]
 
     @classmethod
     def of(cls, models: Iterable[Model], chosen: Mapping[int, torch.Tensor]) -> _Gradients:
         """The gradients of the `chosen` parameters, by their ids, in units of `models` or outside of them."""
-        found = cls({}, [], set(), set())
+        found = cls({}, [], [], set(), set())
         managed: set[int] = set()
         own_grads = dict(zip(chosen, locals_of(map(_GRAD, chosen.values())), strict=True))
         spread = [(unit, axes) for model in models for axes in [norm_axes(model.setup.units)] for unit in model.units]
@@ -129,6 +132,7 @@ class _Gradients(NamedTuple):
         """Add `grads` of parameters in no unit, which every rank holds completely."""
         added = list(grads)
         self.whole.extend(added)
+        self.outside.extend(added)
         self.dtypes.update(map(attrgetter("dtype"), added))
 
     def in_their_dtype(self, norm: torch.Tensor) -> torch.Tensor:
@@ -141,10 +145,15 @@ class _Gradients(NamedTuple):
             return self.whole
         return self.sharded.setdefault(tuple(axis.group.process_group for axis in axes), (axes, []))[1]
 
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which norms are computed."""
+        is_wide = not (self.dtypes | self.summed).isdisjoint((torch.float64, torch.complex128))
+        return torch.float64 if is_wide else torch.float32
+
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
         """The norm of all these gradients, in float32 or float64. Collective over the groups of `sharded`."""
-        is_wide = not (self.dtypes | self.summed).isdisjoint((torch.float64, torch.complex128))
-        wide = torch.float64 if is_wide else torch.float32
+        wide = self.wide
         total = _power_sum(self.whole, p, device, wide)
         for axes, grads in self.sharded.values():
             summed = _power_sum(grads, p, device, wide)
@@ -193,7 +202,7 @@ def clip_grad_norm(
     chosen = {id(parameter): parameter for parameter in parameters}
     with _collective_call(models, chosen.keys(), call, p, max_norm):
         found = _Gradients.of(models, chosen)
-        norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
+        norm = _norm_of(found, models, chosen, p, call, error_if_nonfinite=error_if_nonfinite)
         every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
         if not every:
             warn(
@@ -233,6 +242,8 @@ def _collective_call(
                     "their norm is known. Run the backward, the clipping and the optimizer's own step() inside "
                     "no_step() of the OptimizerInBackward, or clip each gradient by value, in a post-accumulate hook"
                 )
+            if (sums := model.observers.find(DeterministicSums)) is not None:
+                sums.check_complete(call)
             for window in open_windows(model):
                 if window.is_stepped_by(chosen):
                     raise UsageError(
@@ -252,9 +263,25 @@ def _collective_call(
 
 
 def _norm_of(
-    found: _Gradients, models: Sequence[Model], p: float, call: str, *, error_if_nonfinite: bool
+    found: _Gradients,
+    models: Sequence[Model],
+    chosen: Container[int],
+    p: float,
+    call: str,
+    *,
+    error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    norm = found.norm(p, models[0].resources.device.device)
+    deterministic = [each.observers.find(DeterministicSums) is not None for each in models]
+    if not math.isinf(p) and any(deterministic):
+        if not all(deterministic):
+            raise UsageError(
+                f"{call}: some of these models have deterministic_sums=True, and others not, so the joint norm would "
+                "depend on the number of ranks. Take the norm of each model, or set it for all"
+            )
+        norm = power_sum(models, chosen, found.outside, p, found.wide)
+        norm = norm if p == 0 else norm ** (1.0 / p)
+    else:
+        norm = found.norm(p, models[0].resources.device.device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         culprits = [
             of_all_ranks(first_gradient(each.units), agreement_of(each.agreement), each.units) for each in models
@@ -347,7 +374,8 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         with _collective_call(models, chosen.keys(), call, p):
             found = _Gradients.of(models, chosen)
             found.add_whole(each for each in given if id(each) not in holders)
-            return found.in_their_dtype(_norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite))
+            norm = _norm_of(found, models, chosen, p, call, error_if_nonfinite=error_if_nonfinite)
+            return found.in_their_dtype(norm)
 
     return get_total_norm
 
@@ -376,14 +404,15 @@ class _Owner(NamedTuple):
 
 
 def _owners() -> dict[int, _Owner]:
-    """The parameters that optimizers see, by their ids, except DTensors, of which torch takes the norm over ranks; also
-    by the ids of private leaves, which modules list instead of them while they are unsharded."""
+    """The parameters that optimizers see, by their ids, except DTensors, of which torch takes the norm over ranks, in
+    an order that depends on them; also by the ids of private leaves, which modules list instead of them while they are
+    unsharded."""
     return {
         id(each): _Owner(holder, unit, handle)
         for model in registry.models
         for unit in model.units
         for handle in unit.handles
-        if not is_dtensor(handle.face.holders[0])
+        if not is_dtensor(handle.face.holders[0]) or model.observers.find(DeterministicSums) is not None
         for listed, holders in ((handle.face.holders,) * 2, (handle.leaves, handle.face.graded))
         for each, holder in zip(listed, holders, strict=False)
     }

@@ -17,14 +17,14 @@ def attach_residuals(model: Model) -> None:
     for grads in model.outermost.grads:
         handle = grads.handle
         if handle.precision.error_feedback:
-            grads.residuals = Residuals([span.numel for span in handle.layout.pieces_in_shard], handle.tracker)
-    if any(grads.residuals is not None for unit in model.units for grads in unit.grads):
+            grads.carried = Residuals([span.numel for span in handle.layout.pieces_in_shard], handle.tracker)
+    if any(isinstance(grads.carried, Residuals) for unit in model.units for grads in unit.grads):
         model.observers.add(LostResiduals(model.agreement))
 
 
 def residuals_of(unit: Unit) -> list[Residuals]:
     """The residuals of gradients of `unit`, for each kind with error feedback; the caller's stream waits for them."""
-    found = [grads.residuals for grads in unit.grads if isinstance(grads.residuals, Residuals)]
+    found = [grads.carried for grads in unit.grads if isinstance(grads.carried, Residuals)]
     streams = unit.resources.streams
     for stream in (streams.reduce, streams.replicate) if found else ():
         unit.resources.device.await_mark(stream.mark())
@@ -41,7 +41,7 @@ class LostResiduals(Observer):
         """Those of `units`."""
         owing = []
         for unit in units:
-            lost = [grads.residuals for grads in unit.grads if grads.reducing]
+            lost = [grads.carried for grads in unit.grads if grads.reducing]
             found = [residuals for residuals in lost if isinstance(residuals, Residuals)]
             for residuals in found:
                 residuals.rescale(0.0)

@@ -38,6 +38,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -278,10 +279,15 @@ class Residuals:
             self._factors.pop(axis, None)
             self._hold(axis, tensor)
 
-    def compensated(self, reducer: Reducer, residuals: Sequence[Residuals]) -> Reducer:
-        """`reducer`, adding `residuals` to what it quantizes: those of this and of the other flat parameters whose
-        gradients are reduced together."""
-        return reducer.compensated(residuals) if isinstance(reducer, QuantizedTransport) else reducer
+    def joining(
+        self, inputs: Sequence[Any], scatter: Reducer, replicate: Reducer | None
+    ) -> tuple[Reducer, Reducer | None]:
+        """The reducers, adding to what they quantize the residuals of all flat parameters whose gradients, `inputs`,
+        are reduced together."""
+        own = [each.carried for each in inputs if isinstance(each.carried, Residuals)]
+        if isinstance(scatter, QuantizedTransport):
+            scatter = scatter.compensated(own)
+        return scatter, replicate.compensated(own) if isinstance(replicate, QuantizedTransport) else replicate
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count the bytes in `tracker` from now on."""

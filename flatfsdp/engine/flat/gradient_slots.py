@@ -46,6 +46,8 @@ from .layout_views import full_views, segments_of
 from .reduction import ReductionInput, release_inputs
 from .views import ParamViews
 
+Window = tuple[FlatBuffer, list[torch.Tensor], TensorGroup]  # memory, the slots in it, and its segments
+
 # A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
 SMALL_BYTES = 64 * 1024
 COLLECT_BYTES = 1024 * 1024
@@ -67,9 +69,9 @@ class SlotMemory:
         itemsize = handle.precision.compute.itemsize
         self.all_small = max(self.numels) * itemsize <= SMALL_BYTES and sum(self.numels) * itemsize <= COLLECT_BYTES
         self._reducing = reducing
-        self._buffers: dict[torch.dtype, tuple[FlatBuffer, list[torch.Tensor], TensorGroup]] = {}
+        self._buffers: dict[torch.dtype, Window] = {}
 
-    def allocate(self, dtype: torch.dtype) -> tuple[FlatBuffer, list[torch.Tensor], TensorGroup]:
+    def allocate(self, dtype: torch.dtype) -> Window:
         """The buffer of that dtype, with zeros in the padding, the slots in it, and its segments."""
         handle = self.handle
         buffer, slots, segments = self._buffers.get(dtype, (None, [], TensorGroup()))
@@ -91,9 +93,14 @@ class SlotMemory:
             buffer.tensor[gap.slice].zero_()
         return buffer, slots, segments
 
-    def forget(self, dtype: torch.dtype) -> None:
+    def forget(self, dtype: torch.dtype) -> Window:
         """Forget the buffer of that dtype, which gets another owner."""
-        del self._buffers[dtype]
+        return self._buffers.pop(dtype)
+
+    def reuse(self, given: Window) -> None:
+        """Free a buffer that was forgotten, and use it for the next slots, if there is no other."""
+        given[0].free()
+        self._buffers.setdefault(given[0].tensor.dtype, given)
 
 
 class GradientSlots:

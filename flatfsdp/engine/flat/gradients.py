@@ -29,8 +29,8 @@ from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
 from .faces import Sums, own_grad, set_own_grad
 from .flat_param import FlatParamHandle
-from .gradient_slots import Accumulation, GradientSlots, Marks, SlotMemory
-from .reduction import ReductionInput, Residuals, release_inputs
+from .gradient_slots import Accumulation, GradientSlots, Marks, SlotMemory, Window
+from .reduction import Carried, ReductionInput, release_inputs
 from .states import UNSHARDED
 from .views import ParamViews
 
@@ -50,7 +50,7 @@ class Gradients:
         completes: whether the reductions in flight are more than partial sums.
         contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
         absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
-        residuals: the errors of earlier reductions, attached where these lose bits; else None.
+        carried: what reductions leave to later ones, if something is attached that keeps it; else None.
         marks: shows unreduced gradients to users, if attached; else None.
         hooks: on the leaves; muted: whether gradients stay there until `pick_up`. [Note: muted hooks]
         watched: whether code of users runs meanwhile, which would see unreduced gradients there.
@@ -62,7 +62,7 @@ class Gradients:
         self.reducing: list[ReductionInput] = []
         self._forget_expectations()
         self.accumulation = Accumulation(handle)
-        self.residuals: Residuals | None = None
+        self.carried: Carried | None = None
         self.marks: Marks | None = None
         self._memory = SlotMemory(handle, views, self.reducing)
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
@@ -240,6 +240,21 @@ class Gradients:
         if self.expected:
             self.accumulation.window_open, self.accumulation.awaited = True, self.expected
 
+    def take_window(self) -> Window | None:
+        """Take the gradients that the last backward has left; the next one begins with none. The caller owns them, and
+        gives their memory back by `reuse`. None if it left none."""
+        slots, kept, reduce = self.slots, self.accumulation, self.handle.precision.reduce
+        if slots.buffer is None and not slots.collected:
+            return None
+        slots.close(reduce)
+        kept.contributed = kept.contributed | slots.filled
+        self.slots = GradientSlots(self._memory, reduce, slots.factor)
+        return self._memory.forget(reduce)
+
+    def reuse(self, window: Window) -> None:
+        """Free a window that was taken."""
+        self._memory.reuse(window)
+
     def start_reduction(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
         """A reduction's input: the gradients that arrived, with zeros for the others.
 
@@ -268,7 +283,7 @@ class Gradients:
             earlier=None if self.reducing else kept.partial,
             hook=hook if completes else None,
             downloads=completes and handle.options.offload and handle.options.pin_memory,
-            residuals=self.residuals,
+            carried=self.carried,
         )
         self.reducing.append(made)
         return made

@@ -25,10 +25,15 @@ from ..device.streams import DONE, PendingWork, Stream, Work
 from .flat_param import FlatParamHandle
 
 
-class Residuals(Protocol):
-    """The errors of earlier reductions of one flat parameter, which an encoding in few bits keeps."""
+class Carried(Protocol):
+    """Tensors that reductions of one flat parameter leave to later ones: the errors of an encoding in few bits, or sums
+    of some microbatches."""
 
-    def compensated(self, reducer: Reducer, residuals: Sequence[Any]) -> Reducer: ...
+    def joining(
+        self, inputs: Sequence[ReductionInput], scatter: Reducer, replicate: Reducer | None
+    ) -> tuple[Reducer, Reducer | None]:
+        """The reducers of both stages of a reduction of `inputs`, which all carry such an object; this one is that of
+        the first."""
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None: ...
 
@@ -46,7 +51,7 @@ class ReductionInput:
         earlier: a partial sum that is added between the stages.
         hook: runs on the sum of both, before it is scaled; returns a work to wait for, if any.
         downloads: whether the result is copied to the host, which waits for nothing else.
-        residuals: the errors of earlier reductions, if they lose bits.
+        carried: what earlier reductions have left to it; None for nothing but `earlier`.
         reduction: the exchange that includes it; None until that is issued.
         result: this rank's shard of the sum: shape (shard_numel,), reduce dtype; undefined until `reduction` finishes.
         in_place: whether the result lies in the buffer; bytes: its size otherwise.
@@ -62,7 +67,7 @@ class ReductionInput:
     earlier: torch.Tensor | None
     hook: Callable[[torch.Tensor], Work | None] | None
     downloads: bool
-    residuals: Residuals | None = None
+    carried: Carried | None = None
     reduction: Reduction | None = None
     result: torch.Tensor = field(init=False)
     in_place: bool = False
@@ -156,10 +161,8 @@ class Reduction:
         """Issue the first stage. Collective over its axis; `across` is the replicate axis's stream."""
         self.inputs = inputs
         first = inputs[0]
-        if first.residuals is not None:
-            residuals = [each.residuals for each in inputs if each.residuals is not None]
-            scatter = first.residuals.compensated(scatter, residuals)
-            replicate = first.residuals.compensated(replicate, residuals) if replicate is not None else None
+        if first.carried is not None:
+            scatter, replicate = first.carried.joining(inputs, scatter, replicate)
         self.replicate = replicate
         self._stream = stream  # of the stage that was issued last
         self._across = across

@@ -28,6 +28,7 @@ from ..base.overrides import is_memoryless
 from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
+from ..features.deterministic_sums import microbatch
 from ..features.fake_tensors import without_memory
 from ..features.matrix_exchange import MATRICES
 from ..features.optimizer_in_backward import OptimizerInBackward
@@ -225,7 +226,8 @@ def memory_plan(
             figures.reset()
             for number in range(microbatches):
                 model.set_requires_gradient_sync(number == microbatches - 1)
-                model(torch.zeros(())).float().backward()
+                with microbatch(number, of=microbatches):
+                    model(torch.zeros(())).float().backward()
             if max_norm is not None:
                 model.clip_grad_norm_(max_norm)
             at_peak, unsharded, grads = figures.bytes_at_peak, figures.bytes_unsharded_peak, figures.bytes_grads

@@ -82,8 +82,8 @@ class Model:
         unit.position = UnitPosition(position.name, position.index, position.first_parameter, unit is self.outermost)
         for handle, _, grads in unit.kinds:
             handle.move_to_tracker(self.resources.tracker)
-            if grads.residuals is not None:
-                grads.residuals.move_to_tracker(self.resources.tracker)
+            if grads.carried is not None:
+                grads.carried.move_to_tracker(self.resources.tracker)
 
     def adopt(self, nested: list[Unit]) -> None:
         """Take the units of wrapped descendants into this model, in front of the outermost one. Precondition: none of

@@ -25,11 +25,14 @@ class ModelSettings:
     limit_all_gathers: bool
     check_values: str
     join_units_below: int
+    deterministic_sums: bool = False
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> ModelSettings:
         """The settings in `config`, for a model that computes on `device`."""
-        return cls(device, config.limit_all_gathers, config.check_values, config.join_units_below)
+        return cls(
+            device, config.limit_all_gathers, config.check_values, config.join_units_below, config.deterministic_sums
+        )
 
 
 @dataclass

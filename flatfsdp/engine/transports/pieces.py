@@ -66,6 +66,11 @@ class RankPieces:
             first += size
         return slices
 
+    def contiguous(self, start: int, end: int) -> torch.Tensor:
+        """The elements from `start` to `end` as one tensor: a copy, unless they are in one piece."""
+        slices = self.within(start, end) or [self.pieces[0][:0]]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
     def of(self, memory: torch.Tensor) -> RankPieces:
         """`memory`, 1-D with as many elements, split like these pieces."""
         return _Contiguous(memory, self)

@@ -21,6 +21,7 @@ from ..base.overrides import is_memoryless
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
 from ..comm.process_group_transport import ProcessGroupTransport, all_of, as_bytes, copy, is_ordered, real, wait_for
+from ..comm.sum_tree import BlockExchange
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
@@ -259,6 +260,84 @@ class StagedTransport(ProcessGroupTransport):
                 return PendingWork(work=work, keep=(arrived, sent))
             wait_for(work)
             return stream.communicating(arrived, sent)
+
+    def sum_blocks(
+        self,
+        exchange: BlockExchange,
+        blocks: Sequence[Sequence[RankPieces]],
+        kept: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        stream: Stream,
+        *,
+        sizes: Sequence[int],
+        share: Sequence[torch.Tensor] = (),
+    ) -> PendingWork:
+        """The sums of blocks of microbatches over ranks, of this rank's pieces, into `outputs`, 1-D, at least one.
+        Collective. [Note: tree of microbatches]
+
+        `blocks`: of each block of this rank the pieces of all ranks, which have `sizes` elements; `kept`: this rank's
+        pieces of blocks that were exchanged before. The last output may be its piece of its last block. `share`: the
+        pieces of all ranks of a tensor in which that output is this rank's, if the others are to be filled, too.
+        """
+        rank, out = self.group.rank, outputs[0]
+        own, counts = sizes[rank], [len(sent) for sent in exchange.of_ranks]
+        self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * out.element_size())
+        if is_memoryless():
+            return DONE
+        sent = [0 if r == rank else counts[rank] * size for r, size in enumerate(sizes)]
+        arriving = [0 if r == rank else count * own for r, count in enumerate(counts)]
+        with stream.running():
+            pieces = [of_ranks[r] for r in range(len(sizes)) if r != rank for of_ranks in blocks]
+            outgoing = out.new_empty(sum(sent))
+            if outgoing.numel():
+                torch.cat([piece for each in pieces for piece in each.pieces], out=outgoing)
+            arrived = out.new_empty(sum(arriving))
+            free = self.tracker.allocate("exchange", outgoing.nbytes + arrived.nbytes)
+            work = self._exchange_messages(arrived, outgoing, arriving, sent, stream)
+
+        def finish() -> None:
+            landed = iter(arrived.split(own) if own else ())
+            terms = {
+                block: next(landed, out[:0])
+                for r, blocks_of in enumerate(exchange.of_ranks)
+                for block in (blocks_of if r != rank else ())
+            }
+            terms |= zip(exchange.of_ranks[rank], [each[rank].contiguous(0, own) for each in blocks], strict=True)
+            exchange.add_up(terms | dict(zip(exchange.kept, kept, strict=True)), outputs)
+            free()
+            if share:
+                self._share(share)
+
+        return followed(work, stream, finish, outgoing, arrived, *outputs, *kept)
+
+    def _share(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Send this rank's one of `pieces` to all others, and receive theirs, blocking."""
+        rank, own = self.group.rank, pieces[self.group.rank]
+        others = [piece for r, piece in enumerate(pieces) if r != rank]
+        arrived, outgoing = own.new_empty(sum(map(torch.Tensor.numel, others))), own.repeat(len(others))
+        sent = [0 if r == rank else own.numel() for r in range(len(pieces))]
+        arriving = [0 if r == rank else piece.numel() for r, piece in enumerate(pieces)]
+        self.comm_stats.issued += 1
+        wait_for(self._start_messages(arrived, outgoing, arriving, sent))
+        copy(others, arrived.split([piece.numel() for piece in others]))
+
+    def _start_messages(
+        self, arrived: torch.Tensor, outgoing: torch.Tensor, arriving: list[int], sent: list[int]
+    ) -> Work:
+        work: Work = dist.all_to_all_single(
+            arrived, outgoing, arriving, sent, group=self.group.process_group, async_op=True
+        )
+        return work
+
+    def _exchange_messages(
+        self, arrived: torch.Tensor, outgoing: torch.Tensor, arriving: list[int], sent: list[int], stream: Stream
+    ) -> PendingWork:
+        """Send the parts of `outgoing`, of the sizes `sent`, to the ranks, and receive theirs; on this stream."""
+        work = self._start_messages(arrived, outgoing, arriving, sent)
+        if stream.is_callers:
+            return PendingWork(work=work, keep=(arrived, outgoing))
+        wait_for(work)
+        return stream.communicating(arrived, outgoing)
 
     def all_gather_coalesced(
         self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], stream: Stream

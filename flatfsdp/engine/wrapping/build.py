@@ -40,6 +40,7 @@ from ..features.clip import serve_torchs_norms
 from ..features.coalescing import coalescer_for
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
+from ..features.deterministic_sums import attach_deterministic_sums
 from ..features.error_feedback import attach_residuals
 from ..features.gradient_hooks import attach_gradient_hooks
 from ..features.halfway import attach_halfway
@@ -410,6 +411,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     attach_gradient_hooks(model, nested)
     check_values_of(model, nested)
     defer_as(model, nested)
+    attach_deterministic_sums(model, nested)
     model.adopt(nested)
     attach_halfway(model)
     attach_residuals(model)

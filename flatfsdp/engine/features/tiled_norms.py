@@ -1,0 +1,163 @@
+"""Norms of gradients that have the same bits on any number of ranks.
+
+[Note: tiles] A parameter's elements, in the order in which they are stored, are divided into *tiles* of a fixed number,
+wherever shards end. The powers of a tile are added by halves, elementwise: the first half of them and the second, then
+the halves of these sums. A rank does so for the tiles that it holds completely. Of those that are cut, and of the last
+one of a parameter, which zeros fill up, ranks exchange the elements; each is a number on one rank and zero on the
+others, so that their sum is exact in any order, and so is that of the tiles' sums, which ranks exchange with them. All
+ranks then add up the same list, again by halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ..base.fqns import clean
+from ..comm.transport import Transport
+from ..flat.flat_param import FlatParamHandle
+from ..flat.layout_views import dense
+from ..runtime.model import Model
+from ..transports.blocking import all_reduce_now
+
+TILE = 512  # elements; a power of two
+
+Power = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's elements of one parameter's gradient, from `start` on: 1-D, None for zeros.
+
+    Attributes:
+        numel: of the parameter.
+        cuts: where shards of it end, the same on all ranks.
+    """
+
+    values: torch.Tensor | None
+    start: int
+    numel: int
+    cuts: frozenset[int]
+
+    @property
+    def tiles(self) -> int:
+        """The number of its tiles."""
+        return -(-self.numel // TILE)
+
+    @property
+    def ragged(self) -> list[int]:
+        """The tiles whose elements ranks exchange: those that are cut, and the last one if it is not full."""
+        ends = {*self.cuts, self.numel}
+        return sorted({end // TILE for end in ends if end % TILE})
+
+
+def power_sum(
+    models: Sequence[Model], chosen: Container[int], outside: Iterable[torch.Tensor], p: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """The sum of |g|^p over the gradients of the parameters with `chosen` ids in units of `models`, and over gradients
+    that are `outside` of them ([Note: tiles]); for p = 0 the number of non-zeros. In `dtype`. Collective over the shard
+    axes.
+
+    All parameters have their places in the sum, in the order of their names, however modules are wrapped and split;
+    those outside come last.
+    """
+    found: list[tuple[Transport | None, Piece]] = []
+    for model in models:
+        named: list[tuple[str, Transport | None, Piece]] = []
+        for unit in model.units:
+            for handle in unit.handles:
+                axis = None if handle.is_unsharded_at_rest else unit.axes.transports_of(handle).gather
+                pieces = _pieces(handle, chosen)
+                named += [(clean(unit.entries.fqn(name)), axis, piece) for name, piece in pieces]
+        found += [(axis, piece) for _, axis, piece in sorted(named, key=itemgetter(0))]
+    for grad in outside:
+        found.append((None, Piece(grad.detach().reshape(-1), 0, grad.numel(), frozenset())))
+    device, power = models[0].resources.device.device, _power(p)
+    sums: list[torch.Tensor] = [torch.empty(0)] * len(found)
+    by_group: dict[Any, list[int]] = {}
+    for number, (axis, _) in enumerate(found):
+        by_group.setdefault(axis and axis.group.process_group, []).append(number)
+    for numbers in by_group.values():
+        axis = found[numbers[0]][0]
+        each = _sums([found[number][1] for number in numbers], axis, power, device, dtype)
+        for number, of_tiles in zip(numbers, each, strict=True):
+            sums[number] = of_tiles
+    if not sums:
+        return torch.zeros((), dtype=dtype, device=device)
+    return by_halves(torch.cat(sums).unsqueeze(0)).view(())
+
+
+def _pieces(handle: FlatParamHandle, chosen: Container[int]) -> Iterator[tuple[str, Piece]]:
+    """The pieces of all parameters of one handle, with their names in its unit; zeros for those that are not `chosen`,
+    which may be others on other ranks."""
+    layout, grads = handle.layout, handle.face.grads_of_leaves()
+    for index, spec in enumerate(layout.params):
+        owned = [layout.span_in_param(index, rank) for rank in range(layout.world)]
+        cuts = frozenset(end for span in owned if not span.is_empty for end in (span.start, span.stop))
+        own = owned[handle.rank]
+        grad = grads[index] if grads and id(handle.face.holder_of(index)) in chosen else None
+        values = None if grad is None or own.is_empty else dense(grad.detach())
+        yield spec.name, Piece(values, own.start, spec.numel, cuts)
+
+
+def _power(p: float) -> Power:
+    if p == 2:
+        return torch.square
+    if p == 1:
+        return torch.abs
+    if p == 0:
+        return lambda values: (values != 0).to(values.dtype)
+    return lambda values: values.abs().pow(p)
+
+
+def _sums(
+    pieces: Sequence[Piece], axis: Transport | None, power: Power, device: torch.device, dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
+    """The sums of the tiles of each of `pieces`; on `axis`, if there is one, ranks have different elements of them."""
+    starts = _starts(piece.tiles for piece in pieces)
+    ragged = [(number, tile) for number, piece in enumerate(pieces) for tile in piece.ragged]
+    row_of = {where: row for row, where in enumerate(ragged)}
+    count = sum(piece.tiles for piece in pieces)
+    both = torch.zeros(count + len(ragged) * TILE, dtype=dtype, device=device)
+    sums, rows = both[:count], both[count:].view(-1, TILE)
+    for number, (piece, first) in enumerate(zip(pieces, starts, strict=True)):
+        if piece.values is None:
+            continue
+        powers = power((piece.values.abs() if piece.values.is_complex() else piece.values).to(device, dtype))
+        start, stop = piece.start, piece.start + powers.numel()
+        low, high = min(-(-start // TILE) * TILE, stop), max(stop // TILE * TILE, start)
+        if low < high:
+            tiles = powers[low - start : high - start].view(-1, TILE)
+            sums[first + low // TILE : first + high // TILE] = by_halves(tiles)
+        for begin, end in ((start, min(low, stop)), (max(high, low), stop)):
+            if begin < end:
+                row = rows[row_of[number, begin // TILE]]
+                row[begin % TILE : begin % TILE + end - begin] = powers[begin - start : end - start]
+    if axis is not None:
+        all_reduce_now(axis, both)
+    if ragged:
+        sums[[starts[number] + tile for number, tile in ragged]] = by_halves(rows)
+    return sums.split([piece.tiles for piece in pieces])
+
+
+def _starts(counts: Iterable[int]) -> list[int]:
+    found, end = [], 0
+    for count in counts:
+        found.append(end)
+        end += count
+    return found
+
+
+def by_halves(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, in an order that depends on the number of columns alone."""
+    width = rows.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        added = rows[:, : width - half] + rows[:, half:width]
+        rows = torch.cat([added, rows[:, width - half : half]], 1) if width % 2 else added
+        width = half
+    return rows[:, 0] if width else rows.new_zeros(len(rows))

@@ -1,0 +1,472 @@
+"""Sums of gradients with `deterministic_sums=True`: the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import flatfsdp
+import flatfsdp.checkpoint
+from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from tests.conftest import Run
+from tests.harness.meshes import named_mesh, shared_mesh
+from tests.harness.thorough import is_thorough
+
+pytestmark = pytest.mark.distributed
+
+Owners = Callable[[int, int], list[int]]  # from the number of microbatches and of ranks, the rank of each
+
+
+def aligned(count: int, world: int) -> list[int]:
+    return [index * world // count for index in range(count)]
+
+
+def in_turns(count: int, world: int) -> list[int]:
+    return [index % world for index in range(count)]
+
+
+def unevenly(count: int, world: int) -> list[int]:
+    return [max(0, index - count + world) for index in range(count)]
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, one that is used twice, one that only some microbatches use, a frozen one, one whose weight
+    is that of another."""
+
+    def __init__(self, recomputed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, 29), nn.Tanh(), nn.Linear(29, 13)) for _ in range(2))
+        self.rare = nn.Linear(13, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.tied = nn.Linear(13, 13, bias=False)
+        self.tied.weight = self.rare.weight
+        self.head = nn.Linear(13, 700)
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor, rarely: bool) -> Tensor:
+        x = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x))
+        if rarely:
+            x = x + self.rare(x)
+        return self.head(self.tied(self.frozen(x)))
+
+
+def wrapped(net: nn.Module, mesh: tuple[int, int] | None = None, **options: Any) -> FullyShardedDataParallel:
+    if mesh is not None:
+        options["device_mesh"] = shared_mesh(*mesh)
+    options = {"use_orig_params": True, "auto_wrap_policy": {nn.Sequential}, "deterministic_sums": True} | options
+    return FullyShardedDataParallel(net, **options)
+
+
+def sharded(net: Net, **options: Any) -> Net:
+    for block in net.blocks:
+        flatfsdp.fully_shard(block, deterministic_sums=True, **options)
+    return flatfsdp.fully_shard(net, deterministic_sums=True, **options)
+
+
+def batch(step: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randn(4, 7, generator=generator) * 10.0 ** (index % 5 - 2)
+
+
+def rounds(owners: list[int], rank: int) -> Iterator[tuple[int | None, bool]]:
+    """The microbatches of this rank, with stand-ins up to the number of the others, and whether each is the last."""
+    own: list[int | None] = [index for index, owner in enumerate(owners) if owner == rank]
+    most = max(map(owners.count, owners))
+    for number, index in enumerate(own + [None] * (most - len(own)), 1):
+        yield index, number == most
+
+
+def unsynchronized(model: Any, last: bool) -> AbstractContextManager[Any]:
+    if isinstance(model, FullyShardedDataParallel):
+        return nullcontext() if last else model.no_sync()
+    model.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def clip(model: Any, most: float, *, torchs: bool = False) -> Tensor:
+    if torchs:
+        return nn.utils.clip_grad_norm_(model.parameters(), most)
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(most)
+    norm = model.clip_grad_norm_(most)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def digest(model: Any, optimizer: torch.optim.Optimizer) -> str:
+    """A hash of all parameters and of all optimizer states, in whole."""
+    found: dict[str, Any] = {}
+    if isinstance(model, FullyShardedDataParallel):
+        found |= model.state_dict()
+        states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        found |= {f"{name}.{key}": value for name, each in states.items() for key, value in each.items()}
+    else:
+        for name, parameter in model.named_parameters():
+            found[name] = parameter
+            found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    made = hashlib.sha256()
+    for name, value in sorted(found.items()):
+        if name.startswith("tied."):
+            continue  # another name of one that is there
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        made.update(name.encode() + whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def train(
+    rank: int,
+    world: int,
+    wrap: Callable[..., Any],
+    count: int,
+    owners: Owners,
+    accumulates: bool,
+    clips: bool | str = False,
+    recomputed: bool = False,
+    steps: int = 3,
+    copied: bool = False,
+) -> str:
+    torch.manual_seed(0)
+    model = wrap(Net(recomputed))
+    if copied:
+        with flatfsdp.microbatch(rank, of=world):
+            model(batch(9, 9), rarely=True).sum().backward()
+        model.zero_grad()
+        model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    for step in range(steps):
+        for index, last in rounds(owners(count, world), rank):
+            with unsynchronized(model, last or not accumulates), flatfsdp.microbatch(index, of=count):
+                x = batch(step, index or 0)
+                model(x, rarely=index is not None and index % 4 == 1).square().mean().backward()
+        if clips:
+            norm = clip(model, 0.5, torchs=clips == "torch's")
+            assert norm.isfinite()
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(model, optimizer)
+
+
+def on_one(run: Run, *args: Any, **kwargs: Any) -> str:
+    """The hash of one rank, which runs all microbatches."""
+    (found,) = run(1, train, *args, **kwargs)
+    return found
+
+
+WRAPS = {
+    "originals": wrapped,
+    "flat": partial(wrapped, use_orig_params=False),
+    "rows": partial(wrapped, layout="rows"),
+    "SHARD_GRAD_OP": partial(wrapped, sharding_strategy="SHARD_GRAD_OP"),
+    "NO_SHARD": partial(wrapped, sharding_strategy="NO_SHARD"),
+    "large units": partial(wrapped, join_units_below=0),
+    "one unit": partial(wrapped, auto_wrap_policy=None),
+    "prefetch": partial(wrapped, forward_prefetch=True, backward_prefetch=None, join_units_below=0),
+    "offloaded": partial(wrapped, cpu_offload=CPUOffload(offload_params=True)),
+    "fully_shard": sharded,
+}
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+@pytest.mark.parametrize("name", WRAPS)
+def test_one_hash(run: Run, name: str, accumulates: bool) -> None:
+    """All ways to shard have the hash of one rank."""
+    owners = in_turns if accumulates else unevenly
+    expected = on_one(run, wrapped, 7, owners, True, clips=True)
+    assert on_one(run, WRAPS[name], 7, owners, True, clips=True) == expected
+    assert {*run(2, train, WRAPS[name], 7, owners, accumulates, clips=True)} == {expected}
+    assert {*run(3, train, WRAPS[name], 7, aligned, accumulates, clips=True)} == {expected}
+
+
+@pytest.mark.parametrize("name", ["originals", "flat", "fully_shard"])
+def test_torchs_clipping(run: Run, name: str) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True, clips=True)
+    assert {*run(2, train, WRAPS[name], 7, in_turns, True, clips="torch's")} == {expected}
+    assert {*run(3, train, WRAPS[name], 7, aligned, False, clips="torch's")} == {expected}
+
+
+def test_copies(run: Run) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True, clips=True)
+    for name in ("originals", "fully_shard"):
+        assert {*run(2, train, WRAPS[name], 7, in_turns, False, clips=True, copied=True)} == {expected}
+
+
+def test_many_ranks(run: Run) -> None:
+    """50 steps on 4 ranks, and with --thorough on 6 and 8."""
+    expected = on_one(run, wrapped, 12, in_turns, True, clips=True, steps=50)
+    for world in (4, 6, 8) if is_thorough() else (4,):
+        assert {*run(world, train, wrapped, 12, in_turns, False, clips=True, steps=50)} == {expected}
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_hybrids(run: Run, strategy: str, accumulates: bool) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True, clips=True)
+    hybrid = partial(wrapped, mesh=(2, 2), sharding_strategy=strategy)
+    assert {*run(4, train, hybrid, 7, in_turns, accumulates, clips=True)} == {expected}
+    assert {*run(4, train, partial(hybrid, use_orig_params=False), 7, unevenly, accumulates, clips=True)} == {expected}
+
+
+def sharded_on_mesh(net: Net) -> Net:
+    return sharded(net, mesh=named_mesh(2, 2))
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_hybrids_of_fully_shard(run: Run, accumulates: bool) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True, clips=True)
+    assert {*run(4, train, sharded_on_mesh, 7, in_turns, accumulates, clips=True)} == {expected}
+    assert {*run(4, train, sharded_on_mesh, 7, aligned, accumulates, clips="torch's")} == {expected}
+
+
+def with_one_outside(rank: int, world: int) -> list[float]:
+    """The norm with gradients of a parameter in no unit, by both functions."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 301), nn.Linear(301, 5))
+    model = wrapped(net, auto_wrap_policy=None, ignored_modules=[net[1]])
+    with flatfsdp.microbatch(0 if rank == 0 else None, of=1):
+        model(batch(0, 0)).square().mean().backward()
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return [float(total), float(model.clip_grad_norm_(1.0))]
+
+
+def test_norm_with_parameters_outside(run: Run) -> None:
+    (expected,) = run(1, with_one_outside)
+    assert len({*expected}) == 1
+    for world in (2, 3):
+        assert run(world, with_one_outside) == [expected] * world
+
+
+def by_muon(rank: int, world: int, owners: Owners, accumulates: bool) -> str:
+    torch.manual_seed(0)
+    model = wrapped(Net())
+    shapes = flatfsdp.unsharded_shapes(model)
+    trained = [(p, len(shapes[name])) for name, p in model.named_parameters() if p.requires_grad]
+    muon = flatfsdp.matrix_steps(partial(torch.optim.Muon, lr=0.02), [p for p, dims in trained if dims == 2])
+    optimizer = torch.optim.AdamW([p for p, dims in trained if dims != 2])
+    for step in range(3):
+        for index, last in rounds(owners(7, world), rank):
+            with unsynchronized(model, last or not accumulates), flatfsdp.microbatch(index, of=7):
+                model(batch(step, index or 0), rarely=index == 1).square().mean().backward()
+        model.clip_grad_norm_(0.5)
+        for each in (muon.optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+    return digest(model, optimizer)
+
+
+def test_muon(run: Run) -> None:
+    (expected,) = run(1, by_muon, in_turns, True)
+    assert {*run(2, by_muon, in_turns, True)} == {expected}
+    assert {*run(3, by_muon, aligned, False)} == {expected}
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_bf16_and_recomputation(run: Run, accumulates: bool) -> None:
+    wrap = partial(wrapped, mixed_precision=BF16)
+    expected = on_one(run, wrap, 5, in_turns, True, recomputed=True)
+    assert {*run(2, train, wrap, 5, in_turns, accumulates, recomputed=True)} == {expected}
+    assert {*run(3, train, wrap, 5, aligned, accumulates, recomputed=True)} == {expected}
+
+
+def through_messages(rank: int, world: int, *args: Any) -> str:
+    """`train` without shared memory."""
+    flatfsdp.share_host_memory(False)
+    try:
+        return train(rank, world, *args)
+    finally:
+        flatfsdp.share_host_memory(True)
+
+
+@pytest.mark.parametrize("name", ["originals", "NO_SHARD", "fully_shard"])
+def test_messages(run: Run, name: str) -> None:
+    expected = on_one(run, WRAPS[name], 7, in_turns, True)
+    assert {*run(3, through_messages, WRAPS[name], 7, in_turns, True)} == {expected}
+    assert {*run(2, through_messages, WRAPS[name], 7, unevenly, False)} == {expected}
+
+
+def stepped_in_backward(rank: int, world: int, count: int, owners: Owners, accumulates: bool) -> str:
+    torch.manual_seed(0)
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    flatfsdp.optimizer_in_backward(model, optimizer)
+    for step in range(3):
+        for index, last in rounds(owners(count, world), rank):
+            with unsynchronized(model, last or not accumulates), flatfsdp.microbatch(index, of=count):
+                model(batch(step, index or 0), rarely=index in (1, 5)).square().mean().backward()
+    return digest(model, optimizer)
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
+def test_optimizer_in_backward(run: Run, accumulates: bool) -> None:
+    expected = on_one(run, wrapped, 7, in_turns, True)
+    assert {*run(2, stepped_in_backward, 7, in_turns, accumulates)} == {expected}
+
+
+def gradients(rank: int, world: int, count: int, deterministic: bool, spread: float, accumulates: bool) -> list[Tensor]:
+    """Whole gradients of one step, by rank 0's microbatches if `deterministic` is False."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3), deterministic_sums=deterministic)
+    for index, last in rounds(in_turns(count, world), rank):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(index or 0)) * 10.0 ** (
+            spread * ((index or 0) % 7 - 3)
+        )
+        context = flatfsdp.microbatch(index, of=count) if deterministic else nullcontext()
+        with unsynchronized(model, last or not accumulates), context:
+            (model(x).sum() / (1 if deterministic else count / world)).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spread", [0, 4, 10])
+def test_close_to_plain_sums(run: Run, spread: float) -> None:
+    """The mean is that of other sums, from 1e-30 to 1e30: a tree rounds less than a sum one after the other."""
+    plain = run(2, gradients, 8, False, spread, True)[0]
+    summed = run(2, gradients, 8, True, spread, True)[0]
+    for one, other in zip(plain, summed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(one.abs().max()))
+
+
+def test_plain_sums_differ(run: Run) -> None:
+    """What the other tests compare would differ between ranks without this mode."""
+    on_three, on_one = (run(world, gradients, 6, False, 1, True)[0] for world in (3, 1))
+    assert not all(map(torch.equal, on_three, on_one))
+
+
+def poisoned(rank: int, world: int, value: float) -> list[bool]:
+    model = wrapped(nn.Linear(5, 3))
+    for index, last in rounds([0, 1, 0], rank):
+        x = torch.full((2, 5), value if index is None or index == 2 else 1.0)
+        with unsynchronized(model, last), flatfsdp.microbatch(index, of=3):
+            (model(x) * (0.0 if index is None else 1.0)).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        grads = [parameter.grad for parameter in model.parameters()]
+    return [bool(grad.isfinite().all()) for grad in grads if grad is not None]
+
+
+def test_infinity_arrives(run: Run) -> None:
+    assert run(2, poisoned, float("inf")) == [[False, True]] * 2
+    assert run(2, poisoned, float("nan")) == [[False, True]] * 2
+
+
+def stopped(rank: int, world: int, folder: str, first: int, last: int) -> str:
+    """Steps `first` to `last`, from a checkpoint if `first` is not 0, and to one."""
+    torch.manual_seed(0)
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    if first:
+        flatfsdp.checkpoint.load(f"{folder}/{first}", model=model, optimizer=optimizer)
+    for step in range(first, last):
+        for index, is_last in rounds(in_turns(5, world), rank):
+            with unsynchronized(model, is_last), flatfsdp.microbatch(index, of=5):
+                model(batch(step, index or 0), rarely=index == 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    flatfsdp.checkpoint.save(f"{folder}/{last}", model=model, optimizer=optimizer)
+    return digest(model, optimizer)
+
+
+def test_resumed_on_fewer_ranks(run: Run, tmp_path: Path) -> None:
+    run(3, stopped, str(tmp_path / "with"), 0, 2)
+    resumed = run(2, stopped, str(tmp_path / "with"), 2, 4)
+    assert {*resumed} == {*run(1, stopped, str(tmp_path / "without"), 0, 4)}
+
+
+def reduced_later(rank: int, world: int) -> bool:
+    expected = gradients(rank, world, 4, True, 0, True)
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3))
+    with model.no_sync():
+        for index in (rank, rank + 2):
+            with flatfsdp.microbatch(index, of=4):
+                model(torch.randn(4, 5, generator=torch.Generator().manual_seed(index))).sum().backward()
+    model.reduce_accumulated_gradients()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_reduced_without_a_backward(run: Run) -> None:
+    assert run(2, reduced_later) == [True, True]
+
+
+def test_memory_plan() -> None:
+    figures = []
+    for chosen in (False, True):
+        with flatfsdp.dry_run(4):
+            model = wrapped(nn.Linear(64, 64), deterministic_sums=chosen)
+            figures.append(flatfsdp.memory_plan(model, torch.optim.SGD(model.parameters()), microbatches=4))
+    plain, summed = figures
+    assert summed.params == plain.params
+    assert summed.comm["reduce_scatter"][0] == plain.comm["reduce_scatter"][0]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.fails = nn.Linear(5, 3), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor, *, with_unused: bool) -> Tensor:
+        y = self.used(x)
+        if self.fails:
+            y.register_hook(lambda grad: 1 / 0)
+        return y + self.unused(x) if with_unused else y * 1
+
+
+def begun_again(rank: int, world: int, how: str) -> bool:
+    """A step of which two microbatches ran begins again, with other gradients than if nothing had been dropped."""
+    torch.manual_seed(0)
+    model = wrapped(Two(), auto_wrap_policy=None)
+
+    def run_one(index: int, *, with_unused: bool) -> None:
+        with flatfsdp.microbatch(index, of=4):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(index))
+            out = model(x, with_unused=with_unused).sum()
+            out.backward()
+
+    def step(first: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[Tensor | None]:
+        with first():
+            run_one(rank, with_unused=False)
+        run_one(rank + 2, with_unused=False)
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    model.zero_grad()
+    first = model.no_sync if "no_sync" in how else nullcontext
+    with first():
+        run_one(rank + 2, with_unused=True)
+    if how.startswith("optimizer"):
+        torch.optim.SGD(model.parameters()).zero_grad()
+    elif how.startswith("model"):
+        model.zero_grad()
+    else:
+        model.module.fails = True
+        with pytest.raises(ZeroDivisionError), first():
+            run_one(rank, with_unused=False)
+        model.module.fails = False
+    found = step(first)
+    return all(
+        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:a backward failed")
+@pytest.mark.parametrize("how", ["optimizer, no_sync", "model, no_sync", "model", "failure, no_sync", "failure"])
+def test_begun_again(run: Run, how: str) -> None:
+    """`zero_grad()` drops what has run of a step, and so does a backward that fails."""
+    assert run(2, begun_again, how) == [True, True]
