@@ -1,4 +1,5 @@
-"""`parameter.data = value` and `parameter.grad.data = value` between steps, under all fronts."""
+"""`parameter.data = value`, `parameter.grad.data = value` and `module.weight = nn.Parameter(value)` between steps and
+between a forward and its backward, under all fronts."""
 
 from __future__ import annotations
 
@@ -131,6 +132,84 @@ def test_assignments_take_effect(run: Run, world: int) -> None:
     # Three ranks differ in what is padded, which only the layouts decide: both of them, without the other strategies.
     strategies = (OF_WRAPPER, OF_FULLY_SHARD) if world == 2 or is_thorough() else (OF_LAYOUTS, OF_FULLY_SHARD[:1])
     for lines in run(world, assigned, strategies):
+        assert not lines, "\n".join(lines)
+
+
+def between(rank: int, world: int, front: str, options: dict[str, Any]) -> list[str]:
+    """Other weights are tried between a forward and its backward, and the first ones put back: autograd of one process
+    would go on with these, but a unit has one memory for both."""
+    model, x = sharded(front, net(), (Block,), **options), batches(1)[0]
+    texts, parameters = [], list(model.parameters())
+    for _ in range(2):
+        expected = probes(model, x)
+        loss = model(x).square().mean()
+        kept = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data * 3
+        try:
+            if torch.equal(probes(model, x), expected):
+                texts.append("computed with the former weights")
+        except UsageError as error:
+            if "written to between forward and backward" not in str(error):
+                texts.append(str(error))
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.data = value
+        model.zero_grad()
+        del loss
+    return texts
+
+
+@pytest.mark.parametrize(("front", "options"), [*((front, {}) for front in FRONTS), ("flat", OF_WRAPPER[1])])
+def test_a_forward_between_does_not_compute_with_the_data_of_before(
+    front: str, options: dict[str, Any], pool2: Run
+) -> None:
+    for texts in pool2(between, front, options):
+        assert not texts, texts
+
+
+def new_parameter(layer: nn.Linear) -> None:
+    torch.manual_seed(1)
+    layer.weight = nn.Parameter(torch.randn(2, 6))
+
+
+def load_new_parameters(layer: nn.Linear) -> None:
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+
+
+def replaced(rank: int, world: int) -> list[str]:
+    """A parameter is replaced after a backward, whose gradients nobody drops, or which was without synchronization."""
+    lines = []
+    for change in new_parameter, load_new_parameters:
+        for accumulates in False, True:
+            expected = gradients_after(net(), change, accumulates, 0, 1)
+            for front in FRONTS[1:]:
+                model = sharded(front, net(), (Block,))
+                found = gradients_after(model, change, accumulates, rank, world)
+                lines += [f"{change.__name__} {accumulates} {front} {line}" for line in unlike(found, expected)]
+    return lines
+
+
+def gradients_after(model: Any, change: Any, accumulates: bool, rank: int, world: int) -> dict[str, Tensor]:
+    inner = getattr(model, "module", model)
+    for number, batch in enumerate(batches(4)):
+        quietly = accumulates and not number % 2 and world > 1
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(not quietly)
+        with model.no_sync() if quietly and hasattr(model, "no_sync") else nullcontext():
+            model(batch.chunk(world)[rank]).pow(2).mean().backward()
+        if number == 2:
+            change(inner[2])
+            inner[2].zero_grad()  # nothing: the parameter is new
+    if world == 1:
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+    if inner is model:
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_a_new_parameter_has_no_gradient_of_the_one_before(pool2: Run) -> None:
+    for lines in pool2(replaced):
         assert not lines, "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -669,6 +670,40 @@ def test_norms_of_weights_of_what_is_sharded(
             assert "before the module is sharded" in text.replace("\n", " ")
     model(torch.ones(1, 4)).sum().backward()
     assert getattr(torch.nn.utils, norm)(linear())(torch.ones(1, 4)).requires_grad
+
+
+@pytest.mark.parametrize("shard", [wrapped(orig=True), wrapped(orig=False), fully_shard])
+@pytest.mark.filterwarnings("ignore:.*_norm.* is deprecated")
+def test_reparametrizations_of_what_is_sharded_stay(world: None, shard: Callable[[nn.Module], nn.Module]) -> None:
+    """To undo them, torch computes with whole parameters; its kernel reads shards beyond their end."""
+    for make, undo in (
+        (parametrizations.weight_norm, lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+        (torch.nn.utils.weight_norm, torch.nn.utils.remove_weight_norm),
+        (torch.nn.utils.spectral_norm, torch.nn.utils.remove_spectral_norm),
+    ):
+        net = nn.Sequential(make(linear()))
+        model = shard(net)
+        model(torch.ones(1, 4)).sum().backward()
+        text = reported(partial(undo, net[0])).replace("\n", " ")
+        assert "'weight' of a" in text and "cannot be reparametrized by torch.nn.utils." in text
+        model(torch.ones(1, 4)).sum().backward()
+        alone = make(linear())
+        undo(alone)
+        assert isinstance(alone.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("shard", [wrapped(orig=True), wrapped(orig=False), fully_shard])
+@pytest.mark.parametrize(("place", "other"), [("embedding", "head"), ("head", "embedding")])
+def test_a_tie_in_one_unit_undone(world: None, shard: Callable[..., Any], place: str, other: str) -> None:
+    net = Pair(tied=True)
+    model = shard(net)
+    model(TOKENS).sum().backward()
+    before = getattr(net, place).weight
+    getattr(net, place).weight = nn.Parameter(torch.zeros(6, 4))
+    message = reported(lambda: model(TOKENS)).replace("\n", " ")
+    assert f"it was tied to '{other}.weight', and is a different parameter now" in message
+    getattr(net, place).weight = before
+    model(TOKENS).sum().backward()
 
 
 @pytest.mark.parametrize("orig", [True, False])

@@ -280,16 +280,15 @@ class DTensorFace(PairedFace):
         return rows.piece(rows.plain(local), self._at_rest.views[index])
 
     def adopt(self, index: int, held: nn.Parameter) -> bool:
-        rows, view = self._rows[index], self._at_rest.views[index]
+        rows, view, before = self._rows[index], self._at_rest.views[index], self.holders[index]
+        if held is not before:
+            before.grad = None  # not of the new parameter; a window drops it, too
         if rows.hooks is not None and rows.kept is not None:
             rows.hooks.take(_dtensor.local_of(held) if _dtensor.is_dtensor(held) else held)
             if not _dtensor.is_dtensor(held):
-                held = self.holders[index]
+                held = before
         if _dtensor.is_dtensor(held):
-            before = self.holders[index]
             if held is not before:
-                if held.grad is None and before.grad is not None:
-                    assign_grad(held, before.grad)
                 self.holders[index] = held
                 self._slots = None  # it is another object in the places
             mark(held, self.leaves[index])

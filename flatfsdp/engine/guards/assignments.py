@@ -280,6 +280,9 @@ def _adopt(handle: FlatParamHandle, index: int, held: nn.Parameter) -> None:
     if face.adopt(index, held):
         handle.writes.on_replacement()
     else:
+        holder = face.holder_of(index)
+        fits = held.grad is not None and held.grad.shape == holder.shape
+        holder.grad = held.grad if fits else None  # a window drops the one before, too
         pass_over(held, handle.layout.params[index].name)
 
 
@@ -328,10 +331,12 @@ def check_param_refs(unit: Unit, changed: Iterable[ParamRef]) -> None:
                 "parameter that was wrapped, which stays in place, so the hooks would never run. Assign the "
                 "parameter, run a forward, and register the hooks then; or copy the values into the existing parameter"
             )
-        if any(param_ref is alias for alias in unit.shared_refs):
+        tied = [each for each in unit.param_refs if each.leaf is param_ref.leaf and each.current is each.held]
+        if tied or any(param_ref is alias for alias in unit.shared_refs):
+            other = tied[0].path if tied else names.get(id(param_ref.leaf), "a parameter of another unit")
             raise UsageError(
-                f"{where}: it was tied to {names.get(id(param_ref.leaf), 'a parameter of another unit')!r}, and is a "
-                "different parameter now. Untie parameters before wrapping, or copy values in place"
+                f"{where}: it was tied to {other!r}, and is a different parameter now. Untie parameters before "
+                "wrapping, or copy values in place"
             )
 
 

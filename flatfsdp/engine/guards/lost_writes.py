@@ -84,8 +84,8 @@ class WriteGuard(Guard):
 
 def check_again(unit: Unit, views: ParamViews, *, looks: bool) -> None:
     """Another forward is about to compute with parameters that show no shard, before a backward has: refuse changes of
-    them; if it `looks`, also other objects in the places of holders. Their values are taken at rest, and until then
-    their gradients would be lost."""
+    them, and other memory of holders; if it `looks`, also other objects in the places of holders. Their values are
+    taken at rest, and until then their gradients would be lost."""
     handle = views.handle
     if handle.state is UNSHARDED:
         with as_plain_tensors():
@@ -95,6 +95,12 @@ def check_again(unit: Unit, views: ParamViews, *, looks: bool) -> None:
             _refuse(views)
     if looks and (displaced := _displaced(views)):
         _refuse(views, indices=displaced)
+    # Other memory of holders is taken over at rest, too: this forward would compute with the shard.
+    if handle.face.swappable:
+        if replaced := handle.face.replaced():
+            _refuse(views, indices=replaced)
+    elif not handle.flat_shows_shard:
+        _refuse(views, indices=range(len(handle.leaves)))
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------

@@ -25,16 +25,21 @@ from ..models.param_registry import owner_of, unit_around
 from ..runtime.entries import plain_class
 
 _SUFFIX = "_orig"
+_ENDS = (_SUFFIX, "_g", "_v")  # of the names of parameters from which the value of a reparametrized one is computed
 _installed = False
 
-# Functions of a module and a name: their namespace, their attribute, their name in messages. Programs that imported the
-# last two by name before get torch's errors, if the shard has another shape.
+# Functions of a module and a name, or methods of a hook and a module: their namespace, their attribute, their name in
+# messages. Programs that imported `spectral_norm`, `orthogonal` or `remove_parametrizations` by name before get torch's
+# errors, if the shard has another shape.
 _FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
     (WeightNorm, "apply", "weight_norm"),
     (SpectralNorm, "apply", "spectral_norm"),
     (parametrize, "register_parametrization", "parametrize"),
     (parametrizations, "spectral_norm", "parametrizations.spectral_norm"),
     (parametrizations, "orthogonal", "parametrizations.orthogonal"),
+    (parametrize, "remove_parametrizations", "parametrize.remove_parametrizations"),
+    (WeightNorm, "remove", "remove_weight_norm"),
+    (SpectralNorm, "remove", "remove_spectral_norm"),
 )
 
 
@@ -56,13 +61,19 @@ def _refusing(function: Callable[..., Any], words: str) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         module, name, *_ = given.arguments.values()
-        unit = unit_around(module)
-        refs = () if unit is None else (*unit.param_refs, *unit.shared_refs)
-        if unit is not None and any(each.attribute == name and each.module_ref() is module for each in refs):
-            raise UsageError(
-                f"{name!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot be "
-                f"reparametrized by torch.nn.utils.{words}. Call it before the module is sharded"
-            )
+        if not isinstance(module, nn.Module):  # a hook, and the module
+            module, name = name, module.name
+        # The parameters from which the value is computed, which torch's functions in C would read beyond their end.
+        originals = parametrize.is_parametrized(module, name) and module.parametrizations[name]
+        if (unit := unit_around(module)) is None:
+            return function(*args, **kwargs)
+        for each in (*unit.param_refs, *unit.shared_refs):
+            holder, attribute = each.module_ref(), each.attribute
+            if holder is originals or (holder is module and attribute in (name, *(name + end for end in _ENDS))):
+                raise UsageError(
+                    f"{name!r} of a {plain_class(module).__name__} is a parameter of unit {unit.label}, and cannot be "
+                    f"reparametrized by torch.nn.utils.{words}. Call it before the module is sharded"
+                )
         return function(*args, **kwargs)
 
     return call

@@ -294,17 +294,19 @@ class BackwardHooks:
     def leaf_ready(self, unit: Unit, kind: int, index: int) -> None:
         """Autograd accumulated the gradient of a leaf of `unit`, and it was not collected."""
         backward, grads = self.iteration.backward, unit.grads[kind]
+        leaf = unit.handles[kind].leaves[index]
+        grad = own_grad(leaf)
+        set_own_grad(leaf, None)  # the next one is not added to it, nor is it taken for one of before the backward
         if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
-            # No output of the unit has shown this backward: its parameters were used outside of its forward.
+            # No output of the unit has shown this backward: a loss of what is inside of it, or of its parameters.
             if unit.phase is FORWARD:
-                set_own_grad(unit.handles[kind].leaves[index], None)  # the unsharded gradient
                 _refuse_inside_forward(unit)
+            if grads.accumulation.window_open and not unit.handles[kind].face.distinct:
+                _refuse_added_to_window(unit, kind, index)
             backward = self.begin(unit)
             backward.participate(unit)
             unit.enter_phase(PRE_BACKWARD)
-        own, leaf = unit.backward, unit.handles[kind].leaves[index]
-        grad = own_grad(leaf)
-        set_own_grad(leaf, None)  # the next one is not added to it
+        own = unit.backward
         if grad is None:
             return
         self._count(unit, kind, index, backward)
@@ -417,6 +419,18 @@ def _refuse_inside_forward(unit: Unit) -> NoReturn:
         f"unit {unit.label}: a backward inside its own forward reaches its parameters, which are in use until the "
         "forward ends. Such a backward may only go through units whose forward is over: wrap the modules that it goes "
         "through as separate units, or call backward() after the forward"
+    )
+
+
+def _refuse_added_to_window(unit: Unit, kind: int, index: int) -> NoReturn:
+    """A gradient came before a backward had begun that takes `.grad` away, where this shows a window."""
+    fail(
+        UsageError(
+            f"unit {unit.label}: the first gradient of this backward is that of parameter "
+            f"{unit.handles[kind].layout.params[index].name!r}, and no output of the unit has a part in the loss. So "
+            "autograd has added it to what was accumulated under no_sync(). Return the tensor that the loss uses from "
+            "the unit's forward, or call backward() on the sum of both losses"
+        )
     )
 
 
