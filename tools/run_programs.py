@@ -1,7 +1,7 @@
-"""Runs the programs of tests/programs/frameworks, each on torch's FSDP1 or FSDP2 and under
-`flatfsdp.as_torch`, and the tests that need torchao. Writes a dated table of how programs compare, and whether these
-tests pass: tools/bench_results/programs.json and .md. Rows of programs that do not run this time stay. `tools/programs`
-calls it in the right environment."""
+"""Runs the programs of tests/programs/frameworks, each on torch's FSDP1 or FSDP2 and under `flatfsdp.as_torch`, and the
+tests that need other packages. Writes a dated table of how programs compare, and whether these tests pass:
+tools/bench_results/programs.json and .md. Rows of programs that do not run this time stay. `tools/programs` calls it in
+the right environment."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from tests.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
-    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao",
+    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao", "pytorch-optimizer",
 )  # fmt: skip
 # Tests that are skipped where this package is not installed, by the name of their row.
 TESTS = {
     "torchao: tests of float8": "tests/fully_shard/test_torchao.py",
     "torchao: tests of low-bit optimizers": "tests/features/test_block_states.py",
+    "pytorch-optimizer: tests of Shampoo": "tests/features/test_shampoo.py",
+    "transformers: tests of Adafactor": "tests/features/test_adafactor.py",
 }
 
 
