@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import flatfsdp
+from tools import padding
 
 from .engines import ENGINES, Place
 from .jobs import loopback_bytes
@@ -57,29 +58,37 @@ WAYS = {
     "ddp": Way("ddp", _torchs, "DDP, torch's Muon on every rank"),
 }
 COMPARED = ("fsdp2", "ddp")
+PLANNED = {"GPT-OSS-120B": padding.gpt_oss(), "DeepSeek-V3": padding.deepseek_v3()}
 
 
 def muon_rounds(rounds: int, seconds: float | None) -> Cell:
-    """Every way on every number of ranks and tokens, ``rounds`` times or until `seconds` are over."""
+    """Every way on every number of tokens and ranks, ``rounds`` times or until `seconds` are over; and times of the
+    planner of layouts."""
     cells, loads = [], []
     began = time.monotonic()
-    for number in range(rounds):
-        watch = Watch()
-        for ranks in RANKS:
-            for tokens in TOKENS:
+    planner = {name: padding.seconds_of(units, 128, 1024) for name, units in PLANNED.items()}
+
+    def found(watch: Watch) -> Cell:
+        return {"muon": cells, "load": [*loads, watch.end()], "planner": planner}
+
+    for tokens in TOKENS:  # few first: most of the goals are about these
+        for number in range(rounds):
+            watch = Watch()
+            for ranks in RANKS:
+                if cells and seconds is not None and time.monotonic() - began > seconds:
+                    return found(watch)
                 for name in [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]:
-                    if number and seconds is not None and time.monotonic() - began > seconds:
-                        return {"muon": cells, "load": [*loads, watch.end()]}
                     cell = attempt(World(ranks, "gloo"), time_muon, name, tokens)
                     cells.append({"round": number, "world": ranks, "tokens": tokens, "engine": name, **cell})
+                    watch.used(sum(each["process_cpu"] for each in cell.get("ranks", ())))
                     note(cells[-1])
-        loads.append(watch.end())
-    return {"muon": cells, "load": loads}
+            loads.append(watch.end())
+    return {"muon": cells, "load": loads, "planner": planner}
 
 
 def time_muon(rank: int, name: str, tokens: int) -> dict[str, Any]:
-    """Median wall and CPU seconds of a step, wall seconds of Muon's own in it, and bytes through local sockets for each
-    step, of all processes. Collective over a gloo world."""
+    """Median wall and CPU seconds of a step, and of Muon's own in it, and bytes through local sockets for each step, of
+    all processes. Collective over a gloo world."""
     way = WAYS[name]
     torch.manual_seed(0)
     model: Any = ENGINES[way.engine].wrap(GPT(VOCABULARY, LENGTH), Place(torch.device("cpu"), GPTBlock))
@@ -90,7 +99,7 @@ def time_muon(rank: int, name: str, tokens: int) -> dict[str, Any]:
         (matrices if "blocks" in each and len(shape) == 2 else others).append(parameter)
     muon, adamw = way.muon(matrices), torch.optim.AdamW(others, lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
-    walls, cpus, steps, losses = [], [], [], []
+    walls, cpus, steps, step_cpus, losses = [], [], [], [], []
     sent = 0
     for number in range(WARMUP + STEPS):
         ids = torch.randint(VOCABULARY, (tokens // LENGTH, LENGTH + 1), generator=generator)
@@ -100,16 +109,16 @@ def time_muon(rank: int, name: str, tokens: int) -> dict[str, Any]:
         wall, cpu = time.perf_counter(), time.process_time()
         loss = model(ids[:, :-1], ids[:, 1:])
         loss.backward()
-        before = time.perf_counter()
+        before, cpu_before = time.perf_counter(), time.process_time()
         muon()
-        after = time.perf_counter()
+        steps.append(time.perf_counter() - before)
+        step_cpus.append(time.process_time() - cpu_before)
         adamw.step()
         model.zero_grad()
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
-        steps.append(after - before)
         losses.append(float(loss.detach()))
-    found = {"wall": walls, "cpu": cpus, "muon": steps}
+    found = {"wall": walls, "cpu": cpus, "muon": steps, "muon cpu": step_cpus}
     return {
         **{kind: median(each[WARMUP:]) for kind, each in found.items()},
         "sent": (loopback_bytes() - sent) / STEPS,
@@ -128,6 +137,12 @@ def render(results: dict[str, Any]) -> str:
     )
     lines = ["# Muon", "", machine_line(machine), "", f"Made by `{machine['command']}`: {how}", ""]
     lines += load_lines(results["load"])
+    planner = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in results["planner"].items())
+    lines += [
+        f"Planning the layouts of a whole model for 1,024 ranks, blocks of 128 rows, on one core: {planner}. "
+        "[Their padding](padding.md).",
+        "",
+    ]
     return "\n".join([*lines, *table_of(results["muon"])]).rstrip() + "\n"
 
 
@@ -147,12 +162,12 @@ def table_of(cells: list[Cell]) -> list[str]:
                 if not any((number, world, tokens, name) in done for number in rounds):
                     continue
                 row = [str(world), f"{tokens:,}", way.title]
-                for kind in ("muon", "wall", "cpu"):
+                for kind in ("muon", "muon cpu", "wall", "cpu"):
                     row.append(
                         _spread(Spread.of([1e3 * t for t in _times(done, rounds, world, tokens, name, kind)]), 0)
                     )
                 row.append(f"{max(_times(done, rounds, world, tokens, name, 'sent')) / 2**20:,.0f}")
-                for kind in ("muon", "wall"):
+                for kind in ("muon", "muon cpu", "wall"):
                     for other in COMPARED:
                         both = [
                             number
@@ -162,15 +177,24 @@ def table_of(cells: list[Cell]) -> list[str]:
                         pair = [_times(done, both, world, tokens, each, kind) for each in (name, other)]
                         row.append(_spread(paired_ratio(*pair), 2) if both and name not in COMPARED else "")
                 rows.append(row)
-    header = ["ranks", "tokens a rank", "engine", "Muon's step, ms", "step, ms", "CPU of a step, ms", "MiB sent"]
-    header += ["Muon's step : FSDP2", "Muon's step : DDP", "step : FSDP2", "step : DDP"]
+    header = [
+        "ranks",
+        "tokens a rank",
+        "engine",
+        "Muon's step, ms",
+        "its CPU, ms",
+        "step, ms",
+        "its CPU, ms",
+        "MiB sent",
+    ]
+    header += [f"{what} : {other}" for what in ("Muon's step", "its CPU", "step") for other in ("FSDP2", "DDP")]
     failed = [f"{cell['world']} ranks, {cell['engine']}: {cell['error']}" for cell in cells if "error" in cell]
     return [*markdown(header, rows), *failed]
 
 
 def _times(done: dict[Any, Any], rounds: list[int], world: int, tokens: int, name: str, kind: str) -> list[float]:
     """The longest of all ranks, by round; CPU time of all of them together."""
-    join: Any = sum if kind == "cpu" else max
+    join: Any = sum if kind.endswith("cpu") else max
     keys = [(number, world, tokens, name) for number in rounds]
     return [join(rank[kind] for rank in done[key]) for key in keys if key in done]
 
