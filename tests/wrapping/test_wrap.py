@@ -539,7 +539,7 @@ def test_a_policy_whose_one_match_is_the_root_does_not_warn():
             "Accepted: process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, "
             "mixed_precision, ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, "
             "limit_all_gathers, use_orig_params, ignored_states, device_mesh, check_values, reshard_after_forward, "
-            "join_units_below, layout. "
+            "join_units_below, layout, deterministic_sums. "
             "Did you mean 'sharding_strategy'?",
         ),
     ],
