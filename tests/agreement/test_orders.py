@@ -150,8 +150,7 @@ def first_iteration(rank: int, world: int, fault: str, front: str) -> tuple[str,
     return str(caught.value), time.monotonic() - began
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("front", "fault"), spread(FRONTS, FAULTS))
 def test_every_rank_ends_in_words(pool3: Run, fault: str, front: str) -> None:
     results = pool3(first_iteration, fault, front)
     messages = {message for message, _ in results}

@@ -15,6 +15,7 @@ from flatfsdp.engine.device.streams import PendingWork, Stream
 from tests.comm.test_communication import WIDTH, forward, wrapped
 from tests.harness.fake import fake_world
 from tests.harness.fake_device import FakeDevice
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.single_process
 
@@ -62,9 +63,15 @@ def races(
     return device.races
 
 
-@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "joined", "original"),
+    [
+        (strategy, joined, original)
+        for row, strategy in enumerate(STRATEGIES)
+        for joined in (False, True)
+        for original in some((False, True), 2, row + joined)  # all pairs of the three
+    ],
+)
 def test_partial_sums_are_complete_before_they_are_used(strategy: str, joined: bool, original: bool) -> None:
     for backwards in (2, 3):
         assert races(strategy, backwards=backwards, joined=joined, use_orig_params=original) == []

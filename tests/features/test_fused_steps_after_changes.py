@@ -25,6 +25,7 @@ from tests.harness import inspect
 from tests.harness.calls import calls_of
 from tests.harness.fake import fake_world
 from tests.harness.memory import Recording
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.single_process
 
@@ -165,9 +166,9 @@ KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
-def test_numbers_and_states_are_those_of_single_steps(kind: Any, options: dict[str, Any], foreach: bool) -> None:
+@pytest.mark.parametrize(("foreach", "made"), spread([False, True], KINDS))
+def test_numbers_and_states_are_those_of_single_steps(made: tuple[Any, dict[str, Any]], foreach: bool) -> None:
+    kind, options = made
     if foreach and isinstance(options.get("lr"), Tensor):
         options = {**options, "lr": 0.01}  # torch takes no tensor here
     for world, dtype in ((1, torch.float32), (3, torch.float64)):

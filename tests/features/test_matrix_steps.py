@@ -479,8 +479,7 @@ def with_tensor_parallelism(rank: int, world: int, shape: tuple[int, ...], seque
     return [name for name, each in alone.items() if not torch.equal(found[name], each)], str(caught.value)
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("sequence", "shape"), spread([True, False], [(1, 2), (2, 2)]))
 def test_a_matrix_that_tensor_parallelism_splits_is_one_matrix(shape: Any, sequence: bool, run: Run) -> None:
     for unlike, refusal in run(shape[0] * shape[1], with_tensor_parallelism, shape, sequence):
         assert unlike == []
@@ -608,8 +607,13 @@ def loaded(rank: int, world: int, path: str, layout: Any, sees: str | None) -> t
     return found, after, unlike
 
 
-@pytest.mark.parametrize("ways", [(None, None), ("matrices", "matrices"), ("matrices", None), (None, "matrices")])
-@pytest.mark.parametrize("layouts", [("flat", "flat"), (whole_matrices, by_rows)])
+@pytest.mark.parametrize(
+    ("layouts", "ways"),
+    spread(
+        [("flat", "flat"), (whole_matrices, by_rows)],
+        [(None, None), ("matrices", "matrices"), ("matrices", None), (None, "matrices")],
+    ),
+)
 def test_states_are_saved_by_name_and_loaded_on_other_ranks(layouts: Any, ways: Any, tmp_path: Path, run: Run) -> None:
     interrupted, straight = run(4, saved, str(tmp_path / "x"), layouts[0], ways[0])[0]
     assert {*straight} == {"experts", "row.weight", *(f"blocks.{i}.{j}.weight" for i in (0, 1) for j in (0, 2))}

@@ -41,24 +41,28 @@ class Keeping(parity.FSDP):
         return wrapped
 
 
-@pytest.mark.parametrize("on", ["device", "host"])
 @pytest.mark.parametrize(
-    ("world", "recipe", "options"),
-    [
-        (3, Recipe("frozen", steps=3), {"use_orig_params": True}),
-        (2, Recipe("dtypes", steps=2), {"sharding_strategy": "SHARD_GRAD_OP"}),
-        (2, Recipe("frozen", steps=2, micro=3, accumulate="no_sync"), {"cpu_offload": True}),
-        (4, Recipe("frozen", steps=2, replicas=2), {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
-        (4, Recipe("frozen", steps=2), {"reshard_after_forward": 2, "use_orig_params": True}),
-        (
-            2,
-            Recipe("frozen", steps=2, micro=2, accumulate="communicate", compute=torch.bfloat16, reduce=torch.float32),
-            {"sharding_strategy": "NO_SHARD"},
-        ),
-    ],
-    ids=["three", "dtypes", "offload", "hybrid", "post-forward", "replicas"],
+    ("on", "job"),
+    spread(
+        ["device", "host"],
+        [
+            (3, Recipe("frozen", steps=3), {"use_orig_params": True}),
+            (2, Recipe("dtypes", steps=2), {"sharding_strategy": "SHARD_GRAD_OP"}),
+            (2, Recipe("frozen", steps=2, micro=3, accumulate="no_sync"), {"cpu_offload": True}),
+            (4, Recipe("frozen", steps=2, replicas=2), {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}),
+            (4, Recipe("frozen", steps=2), {"reshard_after_forward": 2, "use_orig_params": True}),
+            (
+                2,
+                Recipe(
+                    "frozen", steps=2, micro=2, accumulate="communicate", compute=torch.bfloat16, reduce=torch.float32
+                ),
+                {"sharding_strategy": "NO_SHARD"},
+            ),
+        ],
+    ),
 )
-def test_like_one_process(world: int, recipe: Recipe, options: dict[str, Any], on: str) -> None:
+def test_like_one_process(job: tuple[int, Recipe, dict[str, Any]], on: str) -> None:
+    world, recipe, options = job
     parity.check(world, recipe, engine=Keeping(on=on), context=hostile_world, **options)
 
 

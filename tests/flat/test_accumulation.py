@@ -35,7 +35,7 @@ from tests.harness.corners import (
     unsynced,
 )
 from tests.harness.models import Feedforward
-from tests.harness.thorough import some
+from tests.harness.thorough import some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +90,7 @@ SEQUENCES = [
 @pytest.mark.parametrize(("number", "of"), list(enumerate(SEQUENCES)))
 def test_any_mix_of_synced_and_unsynced_microbatches(number: int, of: str, pool2: Run) -> None:
     """Sequences that are neighbors differ in one thing, and have other settings."""
-    assert not joined(pool2(mixed, of, some((*ALL, *OFFLOADED), 4, number)))
+    assert not joined(pool2(mixed, of, some((*ALL, *OFFLOADED), 8, number)))
 
 
 @pytest.mark.parametrize("of", ["nns", "snZns"])
@@ -199,8 +199,7 @@ def last_without(rank: int, world: int, way: str, clips: bool) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("way", ["passed over", "frozen"])
+@pytest.mark.parametrize(("clips", "way"), spread([False, True], ["passed over", "frozen"]))
 def test_a_last_microbatch_without_gradients(way: str, clips: bool, pool2: Run) -> None:
     assert not joined(pool2(last_without, way, clips))
 
@@ -223,8 +222,7 @@ def frozen_in_the_last(rank: int, world: int, of: str, dropped: bool) -> list[st
     return differences(rank, world, Net, program, under=[s for s in ALL if s.orig], bound=2e-6)
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("of", ["ns", "nns", "snns"])
+@pytest.mark.parametrize(("dropped", "of"), spread([False, True], ["ns", "nns", "snns"]))
 def test_parameters_that_are_frozen_in_the_last_microbatch(of: str, dropped: bool, pool2: Run) -> None:
     assert not joined(pool2(frozen_in_the_last, of, dropped))
 

@@ -20,7 +20,7 @@ from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.pool import JobFailed
-from tests.harness.thorough import is_thorough, some
+from tests.harness.thorough import is_thorough, some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -168,12 +168,11 @@ def outputs(
     return found
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["fully_shard", "wrapper"])
-@pytest.mark.parametrize("keep", KEPT, ids=lambda keep: keep.__name__)
+@pytest.mark.parametrize(("wrapped", "keep"), spread([False, True], KEPT))
 def test_what_was_written_is_computed_with(keep: Callable[[Any], None], wrapped: bool, pool2: Run) -> None:
     everything = is_thorough() or keep is after_forward
     policies = (None, LOW) if everything else (None,)
-    writes = WRITES if everything else [*some(WRITES[:-1], 2, KEPT.index(keep) + wrapped), on_one_rank]
+    writes = WRITES if everything else [*some(WRITES[:-1], 2, KEPT.index(keep) // 2 + wrapped), on_one_rank]
     assert pool2(outputs, wrapped, keep, policies, writes, timeout=120) == [[], []]
 
 

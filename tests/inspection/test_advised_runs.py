@@ -20,7 +20,7 @@ from flatfsdp import (
 from flatfsdp.engine.base._dtensor import local_bytes
 from tests.conftest import Run
 from tests.harness import inspect
-from tests.harness.thorough import some
+from tests.harness.thorough import some, spread
 from tests.inspection.test_advise import Block, Net, adam
 
 pytestmark = pytest.mark.distributed
@@ -70,8 +70,7 @@ def planned(make: Any = adam) -> dict[tuple[int, str, str], Plan]:
     return {(c.way.shards, c.way.units, c.way.layout): c.plan for c in advice.choices}
 
 
-@pytest.mark.parametrize("make", [adam, muon])
-@pytest.mark.parametrize("shards", [4, 2, 1])
+@pytest.mark.parametrize(("make", "shards"), spread([adam, muon], [4, 2, 1]))
 def test_figures_are_those_of_the_real_run(shards: int, make: Any, run: Run) -> None:
     for units, layout in some((("model", "flat"), ("blocks", "flat"), ("blocks", "rows")), 2, shards // 2):
         plan = planned(make)[shards, units, layout]

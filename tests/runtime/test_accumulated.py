@@ -82,7 +82,7 @@ SEQUENCES = [
 def test_like_one_process(number: int, of: str, pool2: Run) -> None:
     """Sequences that are neighbors have other settings."""
     of = of if of[-1] in "rs" else of + "r"
-    assert not joined(pool2(accumulated, of, some((*ALL, *OFFLOADED), 4, number)))
+    assert not joined(pool2(accumulated, of, some((*ALL, *OFFLOADED), 8, number)))
 
 
 def test_under_hybrids(pool4: Run) -> None:

@@ -256,9 +256,9 @@ def test_accumulation(pool2: Run, any_order: bool, sync: bool) -> None:
     assert pool2(differences, Mixture, plan, any_order, {}, 2, sync) == [[], []]
 
 
-@pytest.mark.parametrize("any_order", [False, True])
 @pytest.mark.parametrize(
-    "options", [{"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}, {"reshard_after_forward": 2}]
+    ("any_order", "options"),
+    spread([False, True], [{"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}, {"reshard_after_forward": 2}]),
 )
 def test_four_ranks(pool4: Run, any_order: bool, options: dict[str, Any]) -> None:
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[Mixture]

@@ -213,8 +213,7 @@ def test_streams_change_no_number(cell: Cell) -> None:
     parity.check(cell.world, cell.recipe, context=streams, **options)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(("offload", "strategy"), spread([False, True], ["FULL_SHARD", "NO_SHARD"]))
 def test_streams_change_no_number_of_an_optimizer_in_backward(strategy: str, offload: bool) -> None:
     cell = Cell(strategy, 2, use_orig_params=offload, offload=offload, stepping="in the backward")
     options = cell.options | {"join_units_below": 0}

@@ -18,7 +18,7 @@ from flatfsdp.engine.features.coalescing import uncoalesced
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.harness.gradients import RunsBackward, averaged_over_ranks, copied, unlike
-from tests.harness.thorough import some
+from tests.harness.thorough import some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -596,8 +596,7 @@ def called_twice(rank: int, world: int, left_out: list[tuple[set[int], set[int]]
     return all(_same(_gradients(model), expected, rtol=1e-5, atol=1e-6) for model in models)
 
 
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_MID", None])
-@pytest.mark.parametrize("left_out", LEFT_OUT)
+@pytest.mark.parametrize(("prefetch", "left_out"), spread(["BACKWARD_PRE", "BACKWARD_MID", None], LEFT_OUT))
 def test_two_calls_of_which_ranks_leave_out_different_units(
     pool2: Run, left_out: list[tuple[set[int], set[int]]], prefetch: str | None
 ) -> None:

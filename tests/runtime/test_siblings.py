@@ -142,9 +142,15 @@ def _train(rank: int, world: int, how: str, reentrant: bool, options: dict[str, 
     return [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)]
 
 
-@pytest.mark.parametrize("join_units_below", [0, 2**20], ids=["apart", "joined"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("how", STEPS_OF)
+@pytest.mark.parametrize(
+    ("how", "reentrant", "join_units_below"),
+    [
+        (how, reentrant, below)
+        for row, how in enumerate(STEPS_OF)
+        for reentrant in (True, False)
+        for below in some((0, 2**20), 2, row + reentrant)  # all pairs of the three
+    ],
+)
 def test_several_units_under_one_checkpoint(how: str, reentrant: bool, join_units_below: int, pool2: Run) -> None:
     # Each way to prefetch with each checkpoint, reentrant or not.
     turn = [*STEPS_OF].index(how) + 2 * reentrant + (join_units_below > 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tests.harness.simulation import (
     program_of,
     shows,
 )
-from tests.harness.thorough import seeds
+from tests.harness.thorough import seeds, some, spread
 
 pytestmark = pytest.mark.unit
 
@@ -38,8 +39,7 @@ AT_ONCE = 50  # programs of a test
 Change = Callable[[Batch], Batch]
 
 
-@pytest.mark.parametrize("world", [2, 3, 5, 8])
-@pytest.mark.parametrize("block", seeds(4, 100))
+@pytest.mark.parametrize(("world", "block"), spread([2, 3, 5, 8], seeds(4, 100)))
 def test_ranks_of_several_steps_agree_or_all_learn_that_they_do_not(block: int, world: int) -> None:
     first = 10**6 * world + block * AT_ONCE
     found = {seed: problem for seed in range(first, first + AT_ONCE) if (problem := problem_of(seed, world=world))}
@@ -127,8 +127,10 @@ def freed_and_gathered_again() -> Program:
     return drawn_program(25569)
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, freed_and_gathered_again])
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(
+    ("program", "steps"),
+    some([*product((*PROGRAMS, freed_and_gathered_again), STEPS)], 2),  # of each, three with each
+)
 def test_gradients_come_to_some_ranks_or_to_none(program: Callable[[], Program], steps: str) -> None:
     found = [each for seed in seeds(12, 30) for each in problems(program(), seed, steps)]
     assert not found, found

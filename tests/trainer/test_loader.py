@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 from flatfsdp.errors import CheckpointError, ConfigTypeError, ConfigValueError, FlatFSDPWarning
 from flatfsdp.trainer.data_loading import DataError, Loader, Microbatch, evaluation
 from tests.conftest import Run
+from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -152,9 +153,15 @@ def merged(answers: list[Any]) -> tuple[list[tuple[tuple[int, ...], list[list[fl
 DATASETS = {"map": Numbers(11), "stream": Stream(7), "stateful": Stateful(7)}
 
 
-@pytest.mark.parametrize("mode", ["sharded", "dispatch"])
-@pytest.mark.parametrize("kind", list(DATASETS))
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "mode", "workers"),
+    [
+        (kind, mode, workers)
+        for row, kind in enumerate(DATASETS)
+        for column, mode in enumerate(["sharded", "dispatch"])
+        for workers in some((0, 1), 2, row + column)  # all pairs of the three
+    ],
+)
 def test_interrupted_on_changing_numbers_of_ranks_it_sees_what_an_uninterrupted_run_sees(
     run: Run, mode: str, kind: str, workers: int
 ) -> None:

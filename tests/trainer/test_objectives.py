@@ -24,6 +24,7 @@ from tests.conftest import Run
 from tests.harness import memory
 from tests.harness.fake import fake_world
 from tests.harness.models import Transformer
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.distributed
 
@@ -251,8 +252,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("tied", "setting"), spread([False, True], SETTINGS))
 def test_fused_is_what_it_is_unfused(setting: str, tied: bool, pool2: Run) -> None:
     assert not [line for lines in pool2(compared, SETTINGS[setting], tied) for line in lines]
 

@@ -33,7 +33,7 @@ from tests.harness.corners import (
     seeded,
 )
 from tests.harness.models import WIDTH, Feedforward
-from tests.harness.thorough import is_thorough
+from tests.harness.thorough import is_thorough, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -425,8 +425,7 @@ def usable_after(rank: int, world: int, failure: str, orig: bool) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("orig", [True, False])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("orig", "failure"), spread([True, False], FAILURES))
 def test_a_constructor_that_raises(failure: str, orig: bool, pool2: Run) -> None:
     assert not joined(pool2(usable_after, failure, orig))
 

@@ -31,7 +31,7 @@ from tests.harness.corners import (
     seeded,
 )
 from tests.harness.models import WIDTH, Convolution, Feedforward, Low, Motley, Pooled
-from tests.harness.thorough import some
+from tests.harness.thorough import some, spread
 
 pytestmark = pytest.mark.distributed
 
@@ -244,8 +244,7 @@ def resumed(rank: int, world: int, setting: Setting, optimizer: str, way: str) -
     return [f"{setting}, {way}: {line}" for line in lines]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", ["adam", "odd"])
+@pytest.mark.parametrize(("optimizer", "way"), spread(["adam", "odd"], WAYS))
 def test_what_is_loaded_steps_on(optimizer: str, way: str, pool2: Run) -> None:
     settings = [setting for setting in ALL if setting.strategy != "SHARD_GRAD_OP"]
     for setting in some(settings, 4, WAYS.index(way) + 2 * (optimizer == "odd")):
