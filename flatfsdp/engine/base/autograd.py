@@ -44,11 +44,13 @@ class LeafHook:
         """The gradient of `leaf` was accumulated."""
 
 
-class _Muted(LeafHook):
-    """Stands in a registry for a hook that is muted."""
+# Stands in a registry for a hook that is muted: a function in C that drops the leaf.
+_muted = deque[Any](maxlen=0).append
 
-    __slots__ = ()
-    __call__ = staticmethod(deque[Any](maxlen=0).append)  # type: ignore[assignment]  # drops it, in C
+
+def is_ours(hook: object) -> bool:
+    """Whether a hook in the registry of a leaf is the engine's own."""
+    return isinstance(hook, LeafHook) or hook is _muted
 
 
 class LeafHooks:
@@ -58,7 +60,7 @@ class LeafHooks:
         self._registries: list[dict[int, Any]] = []
         self._keys: list[int] = []
         self._hooks: list[LeafHook] = []
-        self._silence = repeat(_Muted())
+        self._silence = repeat(_muted)
 
     def watch(self, leaf: nn.Parameter, hook: LeafHook) -> Registry:
         """Call `hook` whenever `leaf.grad` has been accumulated; returns the registry of all post-accumulate hooks of
@@ -101,7 +103,7 @@ def defer_user_hooks(leaves: Iterable[nn.Parameter]) -> None:
 def defer(registry: dict[int, Any]) -> None:
     """Defer the hooks in `registry` to `run_deferred`, except the engine's own."""
     for key, hook in registry.items():
-        if not isinstance(hook, (LeafHook, PostponedHook)):
+        if not (is_ours(hook) or isinstance(hook, PostponedHook)):
             registry[key] = PostponedHook(hook)
 
 
@@ -132,7 +134,7 @@ def user_hooked(parameters: Iterable[torch.Tensor]) -> list[int]:
     return [
         index
         for index, hooks in enumerate(map(_torch.hooks_on, parameters))
-        if hooks and not all(isinstance(hook, LeafHook) for hook in hooks.values())
+        if hooks and not all(map(is_ours, hooks.values()))
     ]
 
 

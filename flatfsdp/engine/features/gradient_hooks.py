@@ -11,7 +11,7 @@ they run when the parameter's sharded `.grad` is final. Accumulators that only g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -64,7 +64,7 @@ class GradientHooks(Observer):
         self.expects_gradients: set[FlatParamHandle] = set()
         self._held: dict[FlatParamHandle, list[HeldAccumulator]] = {}
         self._stepped: dict[FlatParamHandle, list[nn.Parameter]] = {}  # by optimizers of their own
-        # When holders that are no leaves were last found to have no hooks.
+        # When holders that are no leaves, and leaves, were last found to have no hooks of users.
         self._unhooked_as_of: dict[FlatParamHandle, tuple[int, int]] = {}
         self._followed: dict[FlatParamHandle, set[int]] = {}  # on whose gradients hooks of their holders run
         # When the program was last found to hold no accumulator of a unit, by torch's count of hooks.
@@ -99,14 +99,13 @@ class GradientHooks(Observer):
         refusal = self._look(units)
         if refusal:
             fail(UsageError(refusal))
-        # Each registration of a hook, on any tensor, increments a counter of torch. So holders are looked at only if it
-        # has increased since they had no hooks, or if a user's parameter has become a holder.
+        # Each registration of a hook, on any tensor, increments a counter of torch. So parameters are looked at only if
+        # it has increased since they had no hooks, or if a user's parameter has become a holder.
         as_of = RemovableHandle.next_id, adoptions.count
         for unit in units:
             for handle, watched in zip(unit.handles, unit.leaves.hooked, strict=True):
-                on_leaves = sum(map(len, watched.values())) > len(watched)  # more than the engine's own
-                if on_leaves or self._unhooked_as_of.get(handle) != as_of:
-                    self._defer(unit, handle, on_leaves=on_leaves)
+                if self._unhooked_as_of.get(handle) != as_of:
+                    self._defer(unit, handle, on_leaves=_are_hooked(watched))
 
     def gradients_complete(self, finished: Finished) -> None:
         """Run the hooks of handles whose sharded gradients are final, and step each parameter's optimizers."""
@@ -114,11 +113,12 @@ class GradientHooks(Observer):
             for handle, watched in zip(unit.handles, unit.leaves.hooked, strict=True):
                 if handle not in complete:
                     continue
+                if self._unhooked_as_of.get(handle) == (RemovableHandle.next_id, adoptions.count):
+                    continue
                 face = handle.face
-                as_of = RemovableHandle.next_id, adoptions.count
-                if self._unhooked_as_of.get(handle) != as_of and self._holders_have_hooks(handle):
+                if self._holders_have_hooks(handle, on_leaves=(on_leaves := _are_hooked(watched))):
                     hooks.run_hooks(face.distinct)
-                if sum(map(len, watched.values())) > len(watched):
+                if on_leaves:
                     hooks.run_user_hooks(handle.leaves, [*map(face.holder_of, range(len(handle.leaves)))])
             for handle in complete if self.expects_gradients else ():
                 for held in self._held.get(handle, ()):
@@ -131,12 +131,13 @@ class GradientHooks(Observer):
 
     # -- hooks of parameters -----------------------------------------------------------------------------------------
 
-    def _holders_have_hooks(self, handle: FlatParamHandle) -> bool:
-        """Whether holders that are no leaves have hooks, of either kind; if not, when that was found is recorded."""
+    def _holders_have_hooks(self, handle: FlatParamHandle, *, on_leaves: bool) -> bool:
+        """Whether holders that are no leaves have hooks, of either kind. If neither they nor leaves (`on_leaves`) have,
+        when that was found is recorded."""
         holders = handle.face.distinct
         with _torch.as_plain_tensors():
             found = hooks.users_have_hooked(holders) or any(map(_torch.hooks_on, holders))
-        if not found:
+        if not (found or on_leaves):
             self._unhooked_as_of[handle] = RemovableHandle.next_id, adoptions.count
         return found
 
@@ -147,7 +148,7 @@ class GradientHooks(Observer):
             UsageError: for a hook that would never run, since autograd computes gradients of the leaves, and `.grad` is
                 set on their holders.
         """
-        on_holders = self._holders_have_hooks(handle)
+        on_holders = self._holders_have_hooks(handle, on_leaves=on_leaves)
         if (on_leaves or on_holders) and not handle.face.graded:
             _check_hooks(unit, handle)
             return
@@ -259,6 +260,11 @@ def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
                 "sharded gradient, or register_hook() on the parameters of the module inside, which sees this rank's"
             )
         )
+
+
+def _are_hooked(watched: Mapping[int, hooks.Registry]) -> bool:
+    """Whether leaves with the engine's hooks, in these registries, have other hooks."""
+    return sum(map(len, watched.values())) > len(watched)
 
 
 def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:

@@ -183,10 +183,13 @@ class Gradients:
             grads: list[Any] = list(map(own_grad, leaves))
             found = dict(compress(enumerate(grads), map(is_not, grads, repeat(None))))
             deque(map(set_own_grad, map(leaves.__getitem__, found), repeat(None)), 0)
-        if not slots.collected.keys().isdisjoint(found):
-            slots.move_collected()
-        slots.collected.update(found)
-        self.arrived.update(found)
+        if not (self.arrived or slots.collected):  # as nearly always
+            slots.collected, self.arrived = found, set(found)
+        else:
+            if not slots.collected.keys().isdisjoint(found):
+                slots.move_collected()
+            slots.collected.update(found)
+            self.arrived.update(found)
         self.missing.difference_update(found)
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
@@ -317,7 +320,7 @@ class Gradients:
             total = result if total is None else total.add_(result)
         downloaded = self.reducing[0].downloaded if len(self.reducing) == 1 else None
         self.reducing.clear()
-        trained, contributed = self.expected - self.absent, self.contributed
+        trained, contributed = self.expected - self.absent if self.absent else self.expected, self.contributed
         left_out = bool(self.absent) and not trained
         self._forget_expectations()
         if total is None:

@@ -162,8 +162,7 @@ class ShardViews:
     def replaced(self) -> list[int]:
         """The leaves whose parameters do not show the shard although they should: users replaced their
         `.data`."""
-        found = self._facts(self._parameters)
-        if found == self._expected:
+        if not self._parameters or (found := self._facts(self._parameters)) == self._expected:
             return []
         return [i for i, facts in enumerate(zip(*found, strict=True)) if facts != tuple(f[i] for f in self._expected)]
 
