@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -109,19 +110,41 @@ def test_a_flat_parameter_is_frozen_after_its_original_parameters(pool2: Run, st
 
 
 def frozen_in_a_backward(rank: int, world: int, strategy: str) -> str:
-    """A hook freezes an original parameter before the backward reaches its unit; the error of the next forward."""
+    """A hook freezes an original parameter before the backward reaches its unit; the error of that backward."""
     model = wrapped(strategy, use_orig_params=False)
     for _ in range(2):
         model(batch(rank, 0)).square().mean().backward()
     output = model(batch(rank, 0))
     output.register_hook(lambda grad: (model.module.first.module.weight.requires_grad_(False), None)[1])
-    output.square().mean().backward()
     with pytest.raises(UsageError) as error:
-        model(batch(rank, 0))
+        output.square().mean().backward()
     return str(error.value)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_an_original_parameter_of_a_flat_one_is_frozen_in_a_backward(pool2: Run, strategy: str) -> None:
     for error in pool2(frozen_in_a_backward, strategy):
+        assert error.startswith("requires_grad of 'weight' was set to False after wrapping. With use_orig_params=False")
+
+
+def frozen_between(rank: int, world: int, strategy: str, sync: bool) -> str:
+    """An original parameter is frozen between a forward and its backward, with synchronization or without; the error of
+    that backward."""
+    model = wrapped(strategy, use_orig_params=False)
+    for _ in range(2):
+        model(batch(rank, 0)).square().mean().backward()
+    with nullcontext() if sync else model.no_sync():
+        if not sync:
+            model(batch(rank, 0)).square().mean().backward()  # brings a gradient of each
+        loss = model(batch(rank, 0)).square().mean()
+        model.module.second.module.weight.requires_grad_(False)
+        with pytest.raises(UsageError) as error:
+            loss.backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_an_original_parameter_of_a_flat_one_is_frozen_before_a_backward(pool2: Run, strategy: str, sync: bool) -> None:
+    for error in pool2(frozen_between, strategy, sync):
         assert error.startswith("requires_grad of 'weight' was set to False after wrapping. With use_orig_params=False")

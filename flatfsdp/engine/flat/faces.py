@@ -84,7 +84,8 @@ class Face(Protocol):
         release: where gradients have memory that is kept for the next ones: releases it, if users have dropped them;
             returns whether they have. Called when a forward or a backward begins.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
-        flagged: for each leaf, the object on which users set `requires_grad` now, which others follow later.
+        flagged: for each leaf, the object on which users set `requires_grad` now, which others follow later; or one
+            for all of them.
     """
 
     holders: list[nn.Parameter]
@@ -219,9 +220,15 @@ class Face(Protocol):
         has its views. Precondition: holders have no `.grad`. Postcondition: they show the shard."""
         self._at_rest, self._dtype, self.present = at_rest, shard.dtype, frozenset(at_rest.present)
 
-    def follow_requires_grad(self) -> None:
+    def follow_requires_grad(self, *, of_leaves: bool = True) -> None:
         """Copy the `requires_grad` that users have set on holders to the leaves, or the one that they have set on
-        leaves to distributed holders. Called only if these differ."""
+        leaves to distributed holders. Called only if these differ. `of_leaves`: refuse what users may not set on
+        leaves; else that is refused if gradients are `missing`, or next time."""
+
+    def check_missing(self, indices: Iterable[int]) -> None:
+        """No gradient came for these leaves, which count as zero: refuse that if the reason is a `requires_grad` which
+        users may not set on them."""
+        return
 
     def take_grads(self) -> Mapping[int, torch.Tensor]:
         """A backward begins: leave no `.grad` on the leaves, some of which have one. Returns those of leaves that are
@@ -358,11 +365,11 @@ class FlatFace(Face):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self._leaves, self._flat_param, self._layout, self._rank = leaves, flat_param, layout, rank
-        self.leaves = self.flagged = self.originals = leaves
+        self.leaves = self.originals = leaves
         self._every = self.present = tuple(range(len(leaves)))
         self.gaps = layout.gaps
         self.holders: list[nn.Parameter] = [flat_param]
-        self.distinct = self.holders
+        self.distinct = self.flagged = self.holders
         self.counters: list[torch.Tensor] = []
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
         self._listed = Listed()
@@ -412,8 +419,10 @@ class FlatFace(Face):
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         self._at_rest = at_rest
 
-    def follow_requires_grad(self) -> None:
+    def follow_requires_grad(self, *, of_leaves: bool = True) -> None:
         wanted = self._flat_param.requires_grad
+        if not of_leaves and wanted is self._followed:
+            return
         if (found := list(map(REQUIRES_GRAD, self._leaves))).count(wanted) != len(self._leaves):
             if wanted is self._followed:
                 self._refuse_of_one(found.index(not wanted))
@@ -421,6 +430,11 @@ class FlatFace(Face):
                 leaf.requires_grad_(wanted)
         if wanted is not self._followed:  # users may have set it on all leaves, too
             self._followed, self.flags = wanted, (wanted,) * len(self._leaves)
+
+    def check_missing(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            if self._followed and not self._leaves[i].requires_grad:
+                self._refuse_of_one(i)
 
     def _refuse_of_one(self, index: int) -> NoReturn:
         words, wanted = self.words, self._followed

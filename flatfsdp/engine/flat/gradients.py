@@ -240,6 +240,7 @@ class Gradients:
     def keep_in_window(self) -> None:
         """End a backward without synchronization: all gradients stay in the window's buffer."""
         self.slots.move_collected()
+        self._check_missing()
         if self.expected:
             self.accumulation.window_open, self.accumulation.awaited = True, self.expected
 
@@ -266,6 +267,8 @@ class Gradients:
         slots, handle, kept = self.slots, self.handle, self.accumulation
         reduce = handle.precision.reduce
         buffer = slots.close(reduce)
+        if len(self.arrived) < len(self.expected):
+            self._check_missing()
         if self.contributed or kept.contributed:
             self.contributed = slots.filled.union(self.contributed, kept.contributed)
         else:
@@ -290,6 +293,10 @@ class Gradients:
         )
         self.reducing.append(made)
         return made
+
+    def _check_missing(self) -> None:
+        with _torch.as_plain_tensors():  # leaves may be hidden
+            self.handle.face.check_missing(self.expected - self.arrived)
 
     def missing_contributions(self) -> frozenset[int]:
         """Leaves for which this rank has contributed no gradient to current or future reductions."""

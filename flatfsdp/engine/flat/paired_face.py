@@ -171,7 +171,7 @@ class PairedFace(Face):
 
     # -- flags -------------------------------------------------------------------------------------------------------
 
-    def follow_requires_grad(self) -> None:
+    def follow_requires_grad(self, *, of_leaves: bool = True) -> None:
         with _torch.as_plain_tensors():
             asked = tuple(map(_REQUIRES_GRAD, self.holders))
             found = tuple(map(_REQUIRES_GRAD, self.leaves)) if self._reached else self._followed

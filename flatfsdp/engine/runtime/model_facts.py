@@ -40,7 +40,9 @@ def trained_parameters(units: Iterable[Unit]) -> tuple[bool, ...]:
     with _torch.as_plain_tensors():  # they may be hidden
         for unit in units:
             for handle in unit.handles:
-                flags += map(_requires_grad, handle.face.flagged)
+                flagged, leaves = handle.face.flagged, handle.leaves
+                found = map(_requires_grad, flagged)
+                flags += found if len(flagged) == len(leaves) else [*found] * len(leaves)
     return tuple(flags)
 
 

@@ -382,10 +382,10 @@ class Unit:
 
 
 def follow_requires_grad(units: Iterable[Unit]) -> None:
-    """Give leaves the `requires_grad` that users have set on their holders."""
+    """Give leaves the `requires_grad` that users have set on their holders, before a backward."""
     for unit in units:
         for handle in unit.handles:
-            handle.face.follow_requires_grad()
+            handle.face.follow_requires_grad(of_leaves=False)
 
 
 def refuse_without_model(unit: Unit) -> NoReturn:
