@@ -24,7 +24,6 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.comm.transport import doubled
 from flatfsdp.engine.cpu import exchange
 from flatfsdp.engine.device.memory import poison
-from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.harness import inspect
 from tests.harness.delayed import DelayedTransport
@@ -95,7 +94,7 @@ class Setting:
         """A context with the requested doubles and with large gradients."""
         stack = ExitStack()
         if self.large:
-            stack.enter_context(patch.object(grads, "SMALL_BYTES", 0))
+            stack.enter_context(inspect.large_gradients())
         if self.doubled:
             stack.enter_context(doubled(DelayedTransport))
             # With the shorter period, the thread uses a quarter of the processor.

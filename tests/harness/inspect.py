@@ -27,6 +27,7 @@ from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
 from flatfsdp.engine.features.deferred_gradients import defers
 from flatfsdp.engine.features.gradient_hooks import GradientHooks
+from flatfsdp.engine.flat import flat_param
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
 from flatfsdp.engine.models.walks import units_in
@@ -508,10 +509,25 @@ def replicate_stream(model: Any) -> Any:
     return _model(model).resources.streams.replicate._stream
 
 
+def counters_of(model: Any) -> list[int]:
+    """How many counters the leaves of each unit have: those whose versions change with one of them."""
+    found = []
+    for unit in units_in(model):
+        for handle in unit.handles:
+            left, counters = set(range(len(handle.leaves))), 0
+            while left:
+                counters += 1
+                before = [leaf._version for leaf in handle.leaves]
+                torch.autograd.graph.increment_version(handle.leaves[min(left)])
+                left -= {i for i in left if handle.leaves[i]._version != before[i]}
+            found.append(counters)
+    return found
+
+
 @contextmanager
 def large_gradients() -> Iterator[None]:
     """Treat gradients as large ones, which are moved individually as they arrive."""
-    with patch.object(grads, "SMALL_BYTES", 0):
+    with patch.object(grads, "SMALL_BYTES", 0), patch.object(flat_param, "SMALL_BYTES", 0):
         yield
 
 

@@ -182,7 +182,7 @@ def _lacking(name: str) -> Any:
 
 
 # Sets the version counters of tensors; torch's function itself, because every unit calls it.
-set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = getattr(
+set_versions: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = getattr(
     torch._C._autograd, "_unsafe_set_version_counter", _lacking("_unsafe_set_version_counter")
 )
 

@@ -172,7 +172,7 @@ class OpaqueParam(UnshardedParam):
         self._is_by_rank = False
         refilled, self._seen = bool(self._seen), made
         if refilled and not changed:  # earlier graphs may read it [Note: versions]
-            _torch.set_versions(tuple(made), tuple(self._versions))
+            _torch.set_versions(made, self._versions)
         self._versions = list(map(VERSION, made))
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> None:

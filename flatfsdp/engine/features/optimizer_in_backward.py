@@ -171,7 +171,7 @@ class StepInBackward(Finisher):
             for handle in handles:
                 if handle.is_unsharded_at_rest and handle.face.distinct:
                     # The step wrote to the holders; versions of the leaves have to count the write, too.
-                    torch.autograd.graph.increment_version(handle.leaves)
+                    torch.autograd.graph.increment_version(handle.counted)
         for views, mode in zip(unit.views, modes, strict=True):
             views.show(mode)
 

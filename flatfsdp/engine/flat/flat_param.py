@@ -36,7 +36,11 @@ from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, segments_of, spec_of, stored_in_order
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
 from .states import GATHERING, SHARD_STEPS, SHARDED, UNSHARDED, refuse_step
-from .write_tracker import VERSION, FlatParameter, WriteTracker
+from .write_tracker import VERSION, FlatParameter, WriteTracker, share_counter
+
+# A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
+SMALL_BYTES = 64 * 1024
+COLLECT_BYTES = 1024 * 1024
 
 
 class _NotUnsharded(UnshardedParam):
@@ -118,6 +122,8 @@ class FlatParamHandle:
         at_rest: the views of the shard.
         shard_is_whole: whether the shard itself is the unsharded parameter, in the compute dtype.
         writes: counts writes to the shard and the leaves.
+        is_small: whether all gradients of a backward may be collected, and moved together.
+        counted: a tensor for each version counter of the leaves. [Note: one counter]
         state: [Note: states].
         unsharded: the unsharded parameter, from the launch of its gather until it is resharded; it has a `buffer` only
             if it does not share the shard's memory.
@@ -166,6 +172,11 @@ class FlatParamHandle:
         self.flat_param._handle_ref = weakref.ref(self)
         self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
         self.leaves = list(self.face.leaves)
+        itemsize, numels = self.precision.compute.itemsize, [spec.numel for spec in layout.params]
+        self.is_small = max(numels) * itemsize <= SMALL_BYTES and sum(numels) * itemsize <= COLLECT_BYTES
+        # If the shard is the unsharded parameter, users may write to leaves at any time.
+        shares = self.is_small and not self.is_unsharded_at_rest
+        self.counted: Sequence[torch.Tensor] = share_counter(self.leaves) if shares else self.leaves
         self._refresh_views()
 
     @classmethod
@@ -227,7 +238,7 @@ class FlatParamHandle:
         shown = self.leaves if self.shard_is_whole and not self.face.showing else self.face.showing
         self.at_rest = ShardViews(shown, self.layout, self.rank, self.shard, empty)
         self.face.moved(self.at_rest, self.shard)
-        self.writes = WriteTracker(self.shard, self.flat_param, self.leaves, self.face.counters)
+        self.writes = WriteTracker(self.shard, self.flat_param, self.counted, self.face.counters)
         self._unsharded.clear()
 
     @property
@@ -394,7 +405,7 @@ class FlatParamHandle:
         self.state = SHARDED
         buffer = self.unsharded.buffer
         if buffer is not None:  # its memory will be unreadable: saved views of it must be refused
-            increment_version(self.leaves)
+            increment_version(self.counted)
         self.unsharded = self._not_unsharded
         return buffer
 

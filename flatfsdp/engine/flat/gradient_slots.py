@@ -41,24 +41,16 @@ from ...errors import UsageError, fail
 from ..base import _torch
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer
-from .flat_param import FlatParamHandle
+from .flat_param import COLLECT_BYTES, SMALL_BYTES, FlatParamHandle
 from .layout_views import full_views, segments_of
 from .reduction import ReductionInput, release_inputs
 from .views import ParamViews
 
 Window = tuple[FlatBuffer, list[torch.Tensor], TensorGroup]  # memory, the slots in it, and its segments
 
-# A gradient of at most SMALL_BYTES is collected; at COLLECT_BYTES the collected ones are moved.
-SMALL_BYTES = 64 * 1024
-COLLECT_BYTES = 1024 * 1024
-
 
 class SlotMemory:
-    """The buffers of one handle's slots, reused in every backward: one for each dtype.
-
-    Attributes:
-        all_small: whether all gradients together may be collected.
-    """
+    """The buffers of one handle's slots, reused in every backward: one for each dtype."""
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews, reducing: Sequence[ReductionInput]) -> None:
         """`reducing`: the reductions that still read buffers; the list changes with time."""
@@ -66,8 +58,6 @@ class SlotMemory:
         self.views = views
         self.numels = [spec.numel for spec in handle.layout.params]
         self.indices = list(range(len(self.numels)))
-        itemsize = handle.precision.compute.itemsize
-        self.all_small = max(self.numels) * itemsize <= SMALL_BYTES and sum(self.numels) * itemsize <= COLLECT_BYTES
         self._reducing = reducing
         self._buffers: dict[torch.dtype, Window] = {}
 
@@ -175,10 +165,12 @@ class GradientSlots:
         if list(map(torch.Tensor.numel, grads.values())) != (numels if every else [numels[i] for i in indices]):
             _check_gradients(handle, grads)
         if self.buffer is None:
+            # Leaves that share a counter cannot be refused one by one, while others of them are still to be read.
+            self.shares = self.shares and (freeing or handle.counted is handle.leaves)
             self.open()
         again = self.filled & grads.keys() if self.filled else ()
         fresh = [i for i in indices if i not in again] if again else indices
-        if self.shares and not freeing:
+        if self.shares and not freeing and self.return_buffer is None:
             handle.writes.on_overwrite(fresh)
             self._memory.views.hide(fresh)
         if self.factor != 1.0:

@@ -157,14 +157,14 @@ class Gradients:
         is_wide = sync and slots.dtype.itemsize > precision.compute.itemsize
         slots.may_wait = may_wait if is_wide and not handle.is_unsharded_at_rest else None
         self.outlive_params = share
-        self.collects_in = collects_in if self._memory.all_small and slots.factor != 0 else None
+        self.collects_in = collects_in if self.handle.is_small and slots.factor != 0 else None
         return bool(self.expected) or self.accumulation.pending
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
     def let_collect(self, task: int | None) -> None:
         """Only collect gradients that arrive in this graph task, if there is one, and record their arrival."""
-        if self._memory.all_small and self.slots.factor != 0:
+        if self.handle.is_small and self.slots.factor != 0:
             self.collects_in = task
 
     def mute(self) -> None:

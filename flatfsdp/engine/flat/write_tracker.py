@@ -5,10 +5,16 @@ with other weights it yields a wrong gradient. So freeing increments the version
 there, and autograd raises an error for such a view. Filling the buffer with *unchanged* weights sets the counters back
 (else `retain_graph` and every backward would be refused); a changed weight keeps the increment, so a graph older than
 the optimizer's step is refused as in an unsharded model.
+
+[Note: one counter] Parameters of a small unit are filled, used, freed and written over together, and nobody may write
+to one of them meanwhile. So their leaves share one counter, and what is done for each unit and step takes one tensor
+instead of one for each parameter. torch lets tensors share a counter only as they are made: a leaf that is an object of
+the user's is made anew, and swapped with it. One that other code may refer to keeps its own.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
@@ -83,11 +89,47 @@ _NEXT = (1).__add__
 _NO_VERSION = 1 << 40  # larger than any sum of versions
 
 
+def share_counter(leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Let `leaves`, of one dtype and device, count writes together as far as they can. Returns a tensor for each
+    counter: one that is none of them, and the leaves that keep their own. [Note: one counter]"""
+    with torch.inference_mode(False), torch.no_grad():
+        first = torch.empty(0, dtype=leaves[0].dtype, device=leaves[0].device)
+        counted: list[torch.Tensor] = [first]
+        for leaf in leaves:
+            if _is_unseen(leaf) and (leaf.dtype, leaf.device) == (first.dtype, first.device):
+                made = nn.Parameter(first.detach(), leaf.requires_grad)
+                made.set_(leaf.detach())  # type: ignore[call-overload]  # the stubs lack it
+                made.__dict__ = vars(leaf)
+                torch.utils.swap_tensors(leaf, made)
+            else:
+                counted.append(leaf)
+    return counted
+
+
+def end_sharing(leaves: Sequence[nn.Parameter]) -> None:
+    """Give `leaves` counters of their own, as parameters of a plain module have them."""
+    for leaf in leaves:
+        share_counter([leaf])
+
+
+def _is_unseen(leaf: nn.Parameter) -> bool:
+    """Whether `leaf` is a plain parameter that no graph, hook or weak reference has met, and without a gradient."""
+    return (
+        type(leaf) is nn.Parameter
+        and not (leaf.is_inference() or leaf.is_meta)
+        and leaf.grad is None
+        and not (_torch.has_hooks(leaf) or _torch.hooks_on(leaf) or weakref.getweakrefs(leaf))
+        and _torch.use_count(leaf) == 1
+    )
+
+
 class WriteTracker:
     """The version counters of one shard and of the leaves, since the shard last moved. [Note: versions]
 
     Attributes:
-        known: the leaves' versions while the buffer is filled and no other code writes; empty before it is.
+        counted: a tensor for each counter of the leaves: they themselves, or fewer. [Note: one counter]
+        only: that tensor if there is one, which is no leaf.
+        known: their versions while the buffer is filled and no other code writes; empty before it is.
         gathered: the number of writes to the shard when its last gather was issued.
         in_buffer: that number when the gather that filled the unsharded buffer was issued.
         counters: tensors whose versions also count writes to the shard. [Note: faces]
@@ -98,14 +140,15 @@ class WriteTracker:
         self,
         shard: torch.Tensor,
         flat_param: nn.Parameter,
-        leaves: Sequence[nn.Parameter],
+        counted: Sequence[torch.Tensor],
         counters: Sequence[torch.Tensor] = (),
     ) -> None:
         self.counters = counters
         self.replacements = 0
         self._shard = shard
         self._flat_param = flat_param
-        self._leaves = leaves
+        self.counted = counted
+        self.only = counted[0] if len(counted) == 1 and type(counted[0]) is torch.Tensor else None
         self._saved: list[int] = []  # the versions in tensors that autograd saved of the buffer's content
         self.known: list[int] = []
         self.in_buffer = self.gathered = self.of_shard
@@ -127,47 +170,51 @@ class WriteTracker:
     @property
     def all(self) -> tuple[int, ...]:
         """Changes with every write to the shard, through any tensor that shows it."""
-        return self.of_shard, *map(VERSION, self._leaves)
+        return self.of_shard, *map(VERSION, self.counted)
 
     def show_shard(self) -> None:
         """Record that the leaves show the shard itself, which is the whole parameter."""
         writes = self.of_shard
         if writes != self.in_buffer:
             # The leaves see the write, made through the flat parameter, without a change of their versions.
-            torch.autograd.graph.increment_version(self._leaves)
+            torch.autograd.graph.increment_version(self.counted)
             self.in_buffer = writes
         with _torch.as_plain_tensors():
-            self._saved = self.known = list(map(VERSION, self._leaves))
+            self._saved = self.known = list(map(VERSION, self.counted))
 
     def on_overwrite(self, indices: Collection[int]) -> None:
-        """Before the memory of these parameters is overwritten: make autograd refuse saved views of them."""
+        """Before the memory of these parameters, whose leaves have counters of their own, is overwritten: make autograd
+        refuse saved views of them."""
         self.known = list(self.known)
         for i in indices:
             self.known[i] += 1
-        torch.autograd.graph.increment_version([self._leaves[i] for i in indices])
+        torch.autograd.graph.increment_version([self.counted[i] for i in indices])
 
     def on_fill(self, *, changed: bool) -> None:
         """Record that the buffer holds weights again; `changed`: the shard was written to, not through a leaf.
 
         A leaf that other code wrote to since the last fill also keeps its version.
         """
-        with _torch.as_plain_tensors():  # they may refuse to be used
-            found = list(map(VERSION, self._leaves))
+        if self.only is not None:
+            found = [self.only._version]
+        else:
+            with _torch.as_plain_tensors():  # they may refuse to be used
+                found = list(map(VERSION, self.counted))
         if changed or not self.known:
             self._saved = self.known = found
             return
-        at_rest = list(map(_NEXT, self.known))
+        at_rest = [self.known[0] + 1] if self.only is not None else list(map(_NEXT, self.known))
         if found != at_rest:
             entries = zip(found, self._saved, at_rest, strict=True)
             self._saved = [saved if version == known else version for version, saved, known in entries]
         self.known = self._saved
-        _torch.set_versions(tuple(self._leaves), tuple(self.known))
+        _torch.set_versions(self.counted, self.known)
 
     @property
     def is_stale(self) -> bool:
         """Whether the shard was written to since the unsharded buffer was filled."""
         writes = self.of_shard if self.counters else self._shard._version + self._flat_param._version
-        return writes != self.in_buffer or list(map(VERSION, self._leaves)) != self.known
+        return writes != self.in_buffer or list(map(VERSION, self.counted)) != self.known
 
     @property
     def was_written_since_gathered(self) -> bool:
@@ -177,9 +224,9 @@ class WriteTracker:
     @property
     def was_edited(self) -> bool:
         """Whether a leaf was written to in place since the unsharded buffer was filled."""
-        return list(map(VERSION, self._leaves)) != self.known
+        return list(map(VERSION, self.counted)) != self.known
 
     @property
     def edited(self) -> list[int]:
-        """The indices of these leaves."""
-        return [i for i, found in enumerate(map(VERSION, self._leaves)) if found != self.known[i]]
+        """The indices of the counters of these leaves."""
+        return [i for i, found in enumerate(map(VERSION, self.counted)) if found != self.known[i]]

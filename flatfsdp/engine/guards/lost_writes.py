@@ -39,10 +39,12 @@ class WriteGuard(Guard):
             if handle.state is UNSHARDED:
                 if handle.options.packed:
                     _keep_packed(views, unit.param_refs)
+                if handle.unsharded.buffer is None:
+                    continue
+                writes = handle.writes
                 # As `was_edited`, whose call every unit would take.
-                if handle.unsharded.buffer is not None and (
-                    list(map(VERSION, handle.leaves)) != handle.writes.known or _was_replaced(views)
-                ):
+                found = list(map(VERSION, writes.counted)) if writes.only is None else [writes.only._version]
+                if found != writes.known or _was_replaced(views):
                     try:
                         _refuse(views, "inside a forward")
                     finally:
@@ -203,13 +205,27 @@ def _refuse(views: ParamViews, when: str = "between forward and backward", indic
     """`indices`: of the parameters, if that is known."""
     views.show_anew()
     handle = views.handle
-    edited = [handle.layout.params[i].name for i in sorted(indices) or handle.writes.edited]
-    changed = edited or _replaced(views) or _unlike_shard(handle) or ["this rank's shards"]
+    edited = [handle.layout.params[i].name for i in sorted(indices)]
+    changed = edited or _edited(handle) or _replaced(views) or _unlike_shard(handle) or ["this rank's shards"]
     raise UsageError(
         f"unit {handle.label}: parameters were written to {when}: {', '.join(changed)}. The backward would use "
         "different values than the forward, or the write would be lost; write to parameters before the forward or "
         "after the backward"
     )
+
+
+def _edited(handle: FlatParamHandle) -> list[str]:
+    """The names of leaves that were written to in place. Of those that share a counter, the ones whose elements on this
+    rank show it; else all that may be. [Note: one counter]"""
+    counted, edited = handle.counted, {id(handle.counted[i]) for i in handle.writes.edited}
+    named = [(id(leaf), spec.name) for leaf, spec in zip(handle.leaves, handle.layout.params, strict=True)]
+    found = [name for leaf, name in named if leaf in edited]
+    if counted is not handle.leaves and id(counted[0]) in edited:
+        alone = set(map(id, counted))
+        together = [name for leaf, name in named if leaf not in alone]
+        unlike = set(_unlike_shard(handle)) if handle.precision.gather is None else ()
+        found += [name for name in together if name in unlike] or [f"one of {', '.join(together)}"]
+    return found
 
 
 def _replaced(views: ParamViews) -> list[str]:
