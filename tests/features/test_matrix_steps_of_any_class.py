@@ -32,6 +32,7 @@ from tests.features.test_matrix_steps import (
 )
 from tests.harness import inspect
 from tests.harness.corners import seeded
+from tests.harness.tensor_parallel import batches, loss_of, sharded
 
 pytestmark = pytest.mark.distributed
 
@@ -336,6 +337,26 @@ def failing_to_begin(rank: int, world: int, setting: str) -> None:
 @pytest.mark.parametrize("setting", ["momentum", "weight_decay"])
 def test_what_fails_on_the_elements_of_one_rank_is_an_error_on_all(setting: str, pool2: Run) -> None:
     pool2(failing_to_begin, setting, timeout=60)
+
+
+def failing_with_tensor_parallelism(rank: int, world: int) -> None:
+    """One of two ranks that have parts of the same matrices fails."""
+    model = sharded((1, 2), sequence=False)
+    params = [each for name, each in model.named_parameters() if "blocks" in name and "weight" in name]
+    shapes = flatfsdp.unsharded_shapes(model)
+    names = {id(each): name for name, each in model.named_parameters()}
+    optimizer = flatfsdp.matrix_steps(muon, [p for p in params if len(shapes[names[id(p)]]) == 2]).optimizer
+    tokens, classes, place = batches((1, 2), 0)
+    loss_of(model, tokens[place], classes[place]).backward()
+    if rank == 1:
+        optimizer.param_groups[0]["momentum"] = "no number"
+    kind, pattern = (TypeError, "") if rank == 1 else (AgreementError, "rank 1: TypeError")
+    with pytest.raises(kind, match=pattern):
+        optimizer.step()
+
+
+def test_a_failure_is_reported_to_ranks_with_other_parts_of_the_matrix(pool2: Run) -> None:
+    pool2(failing_with_tensor_parallelism, timeout=60)
 
 
 def of_two_dtypes(rank: int, world: int) -> tuple[int, int]:

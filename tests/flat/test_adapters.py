@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import MixedPrecision, stats, summary
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, stats, summary
+from flatfsdp.layout import Elements, Grain
 from tests.features.test_persistent_params import Keeping
 from tests.harness import inspect, parity
 from tests.harness.corners import Setting, seeded
@@ -152,11 +153,36 @@ def test_steps_under_a_bf16_policy(name: str, on: str | None, world: int) -> Non
     parity.check(world, recipe, engine=engine, context=hostile_world, use_orig_params=world == 2)
 
 
+def between_blocks(name: str, parameter: nn.Parameter) -> Grain | None:
+    """Each rank has whole blocks of packed weights, and of their scales."""
+    return Elements({"packed": GROUP // 2, "scales": 4}.get(name.rpartition(".")[2], 1))
+
+
 @pytest.mark.parametrize("accumulate", ["no_sync", "communicate"])
-@pytest.mark.parametrize("options", [{"sharding_strategy": "SHARD_GRAD_OP"}, {"cpu_offload": True}])
+@pytest.mark.parametrize(
+    "options", [{"sharding_strategy": "SHARD_GRAD_OP"}, {"cpu_offload": True}, {"layout": between_blocks}]
+)
 def test_packed_bytes_under_other_settings(options: dict[str, Any], accumulate: str) -> None:
     recipe = Tuning("qlora", steps=2, micro=2, accumulate=accumulate, compute=torch.bfloat16, reduce=torch.float32)
     parity.check(2, recipe, context=hostile_world, use_orig_params=True, **options)
+
+
+def test_blocks_of_quantized_weights_stay_whole() -> None:
+    held: dict[str, list[int]] = {}
+    for rank in range(WORLD):
+        with fake_world(WORLD, rank):
+            model = FullyShardedDataParallel(
+                seeded(lambda: Adapted(Packed)),
+                auto_wrap_policy={Block},
+                layout=between_blocks,
+                use_orig_params=True,
+            )
+            for name, parameter in model.named_parameters():
+                if name.endswith(("packed", "scales")):
+                    held.setdefault(name, []).append(parameter.numel())
+    for name, sizes in held.items():
+        assert not any(size % (GROUP // 2 if name.endswith("packed") else 4) for size in sizes), (name, sizes)
+    assert any(sum(map(bool, sizes)) > 1 for sizes in held.values())
 
 
 WORLD = 4

@@ -166,11 +166,13 @@ _DEPTH = 4
 def _fact(value: Any, depth: int = 0) -> Any:
     """A value to compare with that after a step: of numbers, versions of tensors and random states in `value`."""
     if isinstance(value, torch.Tensor):
-        return value._version
+        return None if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().tolist())
     if isinstance(value, random.Random):
         return value.getstate()
+    if hasattr(value, "bit_generator"):  # numpy's
+        return repr(value.bit_generator.state)
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     if depth == _DEPTH or callable(value):
