@@ -580,6 +580,13 @@ def test_a_unit_that_was_stepped_is_not_read_again(pool2: Run) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+class Asking(torch.optim.SGD):
+    """Steps only with a closure."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
 class Counting(torch.optim.SGD):
     """Keeps one count of steps for all parameters of a group, as schedule-free optimizers do."""
 
@@ -604,7 +611,8 @@ def words(rank: int, world: int) -> dict[str, str]:
     refused("model", ConfigTypeError, lambda: begin(nn.Linear(1, 1), optimizer))
     refused("optimizer", ConfigTypeError, lambda: begin(model, "SGD"))  # type: ignore[arg-type]
     refused("nested", UsageError, lambda: begin(model.module.blocks[0], optimizer))
-    refused("closure", UsageError, lambda: begin(model, torch.optim.LBFGS(model.parameters())))
+    refused("products", UsageError, lambda: begin(model, torch.optim.LBFGS(model.parameters())))
+    refused("closure", UsageError, lambda: begin(model, Asking(model.parameters(), lr=0.1)))
     refused("counting", UsageError, lambda: begin(model, Counting(model.parameters(), lr=0.1)))
     within = begin(model, optimizer)
     refused("twice", UsageError, lambda: begin(model, torch.optim.Adam(list(model.parameters())[:1])))
@@ -635,7 +643,8 @@ def test_what_cannot_be_is_refused_in_words(pool2: Run) -> None:
         "model": "optimizer_in_backward: model: got Linear(in_features=1, out_features=1, bias=True) (Linear).",
         "optimizer": "optimizer_in_backward: optimizer: got 'SGD' (str). Accepted: an optimizer of torch.optim",
         "nested": "optimizer_in_backward() was called on a nested unit (Feedforward); call it on the outermost",
-        "closure": "a copy of this LBFGS cannot step on some of its parameters (TypeError:",
+        "products": "LBFGS computes products over all parameters, but ranks have parts of them",
+        "closure": "a copy of this Asking cannot step on some of its parameters (TypeError:",
         "counting": "a step of this Counting changes state that is shared by all parameters (k of param group 0)",
         "twice": "a SGD that steps in backwards of this model already holds parameters of this Adam",
         "clip": "clip_grad_norm_: SGD steps during backwards, so gradients are gone before their norm is known",

@@ -236,6 +236,13 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
     DTensors are whole to it: torch computes their norms and products, and torchao has rules for them.
     """
     cls = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        for _, handle in handles_of(optimizer):
+            if handle.layout.world > 1 and not _dtensor.is_dtensor(handle.face.holders[0]):
+                raise UsageError(
+                    f"{cls.__name__} computes products over all parameters, but ranks have parts of them: each would "
+                    "take steps of its own. Wrap with NO_SHARD, or use fully_shard, whose DTensors are whole to it"
+                )
     known = _SEE_WHOLES.get(f"{cls.__module__}.{cls.__qualname__}")
     if known is None or optimizer in steps_on_wholes:
         return
