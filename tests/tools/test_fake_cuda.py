@@ -1,0 +1,91 @@
+"""The card that does not exist: storages take and give back memory of the stream that is current, as on a real one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tools.reserved.allocator import MIB
+from tools.reserved.fake_cuda import DEVICE, FakeCuda
+
+pytestmark = pytest.mark.single_process
+
+
+def test_a_storage_holds_its_memory_until_its_last_view_is_gone() -> None:
+    with FakeCuda() as card:
+        memory = card.allocator
+        tensor = torch.empty(4, MIB, device=DEVICE)
+        view = tensor[1:].t()
+        assert memory.allocated.now == 16 * MIB
+        del tensor
+        assert memory.allocated.now == 16 * MIB
+        del view
+        assert (memory.allocated.now, memory.reserved.now) == (0, 16 * MIB)
+
+
+def test_resizing_a_storage_gives_back_and_takes_memory() -> None:
+    with FakeCuda() as card:
+        tensor = torch.empty(4 * MIB, device=DEVICE)
+        tensor.untyped_storage().resize_(0)
+        assert card.allocator.allocated.now == 0
+        tensor.untyped_storage().resize_(16 * MIB)
+        assert card.allocator.allocated.now == 16 * MIB
+
+
+def test_memory_belongs_to_the_stream_that_was_current() -> None:
+    with FakeCuda() as card:
+        side = card.Stream()
+        with card.stream(side):
+            tensor = torch.empty(4 * MIB, device=DEVICE)
+        del tensor
+        again = torch.empty(4 * MIB, device=DEVICE)
+        assert card.allocator.reserved.now == 32 * MIB
+        del again
+
+
+@pytest.mark.parametrize("keeps_up", [True, False])
+def test_recorded_memory_is_free_once_the_device_has_passed_the_other_stream(keeps_up: bool) -> None:
+    with FakeCuda(keeps_up=keeps_up) as card:
+        side = card.Stream()
+        tensor = torch.empty(4 * MIB, device=DEVICE)
+        tensor.record_stream(side)
+        del tensor
+        again = torch.empty(4 * MIB, device=DEVICE)
+        assert card.allocator.reserved.now == (16 if keeps_up else 32) * MIB
+        side.synchronize()
+        third = torch.empty(4 * MIB, device=DEVICE)
+        assert card.allocator.reserved.now == 32 * MIB
+        del again, third
+
+
+def test_the_host_knows_what_was_ordered_before_what_it_waits_for() -> None:
+    with FakeCuda(keeps_up=False) as card:
+        side, compute = card.Stream(), card.current_stream()
+        event = side.record_event()
+        late = side.record_event()
+        compute.wait_event(event)
+        compute.synchronize()
+        assert (event.query(), late.query()) == (True, False)
+
+
+def test_a_training_step_holds_what_it_does_on_a_card() -> None:
+    """Two residual linear layers: activations in the forward, gradients of parameters afterwards."""
+    with FakeCuda() as card:
+        memory = card.allocator
+        layers = [nn.Linear(1024, 1024, bias=False, device=DEVICE) for _ in range(2)]
+        x = torch.empty(1024, 1024, device=DEVICE)
+        assert memory.allocated.now == 12 * MIB
+        for layer in layers:
+            x = x + layer(x)
+        assert memory.allocated.now == 20 * MIB  # the input, both sums
+        loss = x.sum()
+        del x
+        loss.backward()
+        del loss
+        assert memory.allocated.now == 16 * MIB
+        # Before the second product of a layer: its weight's gradient, one of its input, which both ways add up to.
+        assert memory.allocated.peak <= 32 * MIB
+        for layer in layers:
+            layer.zero_grad()
+        assert memory.allocated.now == 8 * MIB
