@@ -148,6 +148,9 @@ class FSDPArguments(Settings):
         "how a unit is split across ranks: flat (all its parameters as a single flat one, with the least "
         "padding) or rows (each parameter by whole rows) (default: flat for the wrapper, rows for fully_shard)",
     )
+    deterministic_sums: bool = setting(
+        False, "compute the same bits on any number of ranks, with the same global_batch= and batch="
+    )
     activation_checkpointing: bool = setting(False, "recompute the activations of each unit in the backward pass")
     checkpoint_every: Count = setting(1, "with activation_checkpointing: checkpoint only every Nth unit")
     checkpoint_policy: CheckpointPolicy | None = setting(
@@ -391,8 +394,14 @@ def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> N
     """Raise for settings of `training` that contradict the others.
 
     Raises:
-        ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled.
+        ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled; bits that
+            would depend on the number of ranks.
     """
+    if fsdp.deterministic_sums and training.global_batch is None:
+        fsdp.refuse(
+            "deterministic_sums",
+            f"a step would have more samples on more ranks. Set {training.called('global_batch')}",
+        )
     if training.optimizer_in_backward and fsdp.scales_losses:
         training.refuse("optimizer_in_backward", "with fp16, gradients must be checked before each step")
     if task.eval_data is None:

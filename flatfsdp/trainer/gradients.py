@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import flatfsdp
 from flatfsdp import collective_region
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.model.fronts import without_reductions
 from flatfsdp.trainer.objectives import Objective, evaluating, logits_of
 from flatfsdp.trainer.preemption import StopRequest
+from flatfsdp.trainer.randomness import seed_all, seed_of
 
 
 def weight_of(microbatch: Microbatch, objective: Objective) -> int:
@@ -43,24 +45,35 @@ def add_gradients(
     *,
     world: RankContext,
     scale: Callable[[Tensor], Tensor],
+    seed: int | None = None,
 ) -> Tensor:
     """Forward and backward of a step's microbatches, all but the last without reductions. Collective.
 
     Args:
         scale: applied to each loss before its backward; a gradient scaler's.
+        seed: of a run with deterministic sums, whose microbatches draw random numbers by their number. None for others.
 
     Returns:
-        The sum of this rank's losses, an fp64 scalar on the device.
+        The sum of this rank's losses, fp64 on the device. With a `seed`, one for each microbatch of all ranks, 0 for
+        those of others.
     """
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    # The engine averages gradients over ranks; the loss is a mean over tokens.
-    share = world.size / max(step.weight, 1)
-    for number, microbatch in enumerate(step.microbatches, 1):
-        with nullcontext() if number == len(step.microbatches) else without_reductions(model):
-            loss = loss_of(microbatch, objective, model, world)
+    losses = torch.zeros(() if seed is None else (step.count,), dtype=torch.float64, device=world.device)
+    # The engine averages gradients over ranks, or over microbatches; the loss is a mean over tokens.
+    share = (world.size if seed is None else step.count) / max(step.weight, 1)
+    for number, each in enumerate(step.microbatches):
+        index = step.first + number if each.ids else None
+        numbered: AbstractContextManager[None] = nullcontext()
+        if seed is not None:
+            numbered = flatfsdp.microbatch(index, of=step.count)
+            seed_all(seed_of(seed, step.position, step.first + number))
+        with nullcontext() if number == len(step.microbatches) - 1 else without_reductions(model), numbered:
+            loss = loss_of(each, objective, model, world)
             scale(loss * share).backward()
-            total += loss.detach()
-    return total
+            if seed is None:
+                losses += loss.detach()
+            elif index is not None:
+                losses[index] = loss.detach()
+    return losses
 
 
 def on_device(inputs: Any, device: torch.device) -> Any:
@@ -88,6 +101,7 @@ def evaluate(
     world: RankContext,
     stop: StopRequest,
     metrics: Metrics | None = None,
+    in_order: bool = False,
 ) -> tuple[dict[str, float], int]:
     """Mean loss over the tokens of all ranks' `batches`, in the same number on each, and the number of these tokens.
 
@@ -96,16 +110,19 @@ def evaluate(
     Args:
         metrics: more sums, whose means over the tokens are reported by their names, in addition to those of the
             objective's method `metrics`. The same names for each batch.
+        in_order: add up in the order of all ranks' microbatches, so that the bits do not depend on ranks.
 
     Returns:
         The metrics, and 0; or no metrics, and the number of a request that stopped a rank ([Note: stopping]).
     """
     functions = [each for each in (getattr(objective, "metrics", None), metrics) if each is not None]
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, list[Tensor]] = {}  # one of all microbatches, or with `in_order` one of each
 
     def add(name: str, value: Any) -> None:
-        total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=world.device))
-        total += value if isinstance(value, Tensor) else float(value)
+        totals = sums.setdefault(name, [])
+        if in_order or not totals:
+            totals.append(torch.zeros((), dtype=torch.float64, device=world.device))
+        totals[-1] += value if isinstance(value, Tensor) else float(value)
 
     requests: Callable[[], int] | None = None
     with evaluating(model), torch.no_grad(), _last_output(model) as last:
@@ -140,13 +157,17 @@ def _last_output(model: nn.Module) -> Iterator[_LastOutput]:
         hook.remove()
 
 
-def _means(sums: Mapping[str, Tensor], objective: Objective, world: RankContext) -> dict[str, float]:
-    """The sums over all ranks, divided by the number of tokens. Collective."""
+def _means(sums: Mapping[str, list[Tensor]], objective: Objective, world: RankContext) -> dict[str, float]:
+    """The sums over all ranks, one after the other of each, divided by the number of tokens. Collective."""
     names = sorted({"loss", "tokens", *sums})
-    whole = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64, device=world.device)) for name in names])
+    nothing = [torch.zeros((), dtype=torch.float64, device=world.device)]
+    own = torch.stack([torch.stack(sums.get(name, nothing)) for name in names])
+    every = own.new_zeros(world.size, *own.shape)
+    every[world.rank] = own
     with collective_region():
-        dist.all_reduce(whole)
-    found = dict(zip(names, whole.tolist(), strict=True))
+        dist.all_reduce(every)
+    # By the number of a microbatch on its rank, then by rank: the order of all.
+    found = {name: sum(every[:, row].T.flatten().tolist()) for row, name in enumerate(names)}
     tokens = found.pop("tokens")
     loss = found.pop("loss") / max(tokens, 1.0)
     metrics = {"eval_loss": loss, "eval_tokens": int(tokens)}

@@ -125,7 +125,9 @@ class Loop:
         trainer, world = self._trainer, self._trainer.world
         if self.taken <= SETTLING_STEPS:
             self._stats.reset()
-        loss = add_gradients(trainer.model, step, trainer.objective, world=world, scale=trainer.scaler.scale)
+        loss = add_gradients(
+            trainer.model, step, trainer.objective, world=world, scale=trainer.scaler.scale, seed=trainer.step_seed
+        )
         grad_norm = None
         if trainer.training.clip is not None:
             trainer.scaler.unscale_(trainer.optimizer)
@@ -203,7 +205,7 @@ class MetricsReduction:
     be queued after the step in progress, and leave the accelerator without work.
 
     Args:
-        loss: the sum of this rank's losses, a scalar on the device.
+        loss: of this rank, as `add_gradients` returns it.
         weight: the total weight of all ranks.
         stop, seconds, peak_bytes: this rank's values.
         grad_norm: a scalar on the device, equal on all ranks; read together with the others.
@@ -245,13 +247,14 @@ class MetricsReduction:
                 self._found = self._arrived()
             else:
                 self._copied.synchronize()
-        loss, stop, seconds, peak, *norm = self._found.tolist()
-        return loss / max(self.weight, 1), int(stop), seconds, int(peak), norm[0] if norm else None
+        count = self._sum.numel()
+        losses, (stop, seconds, peak, *norm) = self._found[:count].tolist(), self._found[count:].tolist()
+        return sum(losses) / max(self.weight, 1), int(stop), seconds, int(peak), norm[0] if norm else None
 
     def _arrived(self) -> Tensor:
         for work in self._works:
             work.wait()
-        return torch.cat((self._sum[None], self._most, self._norm))
+        return torch.cat((self._sum.view(-1), self._most, self._norm))
 
 
 def peak_bytes(device: torch.device) -> int:

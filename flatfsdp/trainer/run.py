@@ -191,8 +191,8 @@ class Evaluation:
     collate: Collate | None
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def batches(self, training: TrainingArguments) -> Iterator[Microbatch]:
-        """The microbatches of one evaluation."""
+    def batches(self, training: TrainingArguments, *, whole: bool) -> Iterator[Microbatch]:
+        """The microbatches of one evaluation; `whole`: whole batches. [Note: position]"""
         return evaluation(
             self.data,
             batch=training.batch,
@@ -200,6 +200,7 @@ class Evaluation:
             limit=training.eval_batches,
             mode=training.data_mode,
             workers=training.workers,
+            whole_batches=whole,
         )
 
 
@@ -276,6 +277,11 @@ class Run:
         """The elapsed share of `training.minutes`, up to the last step with metrics; 0 without that limit."""
         return self.progress.seconds / 60 / self.training.minutes if self.training.minutes is not None else 0.0
 
+    @property
+    def step_seed(self) -> int | None:
+        """The seed of each microbatch's random numbers; None where they continue from one to the next."""
+        return self.training.seed if self.fsdp.deterministic_sums else None
+
     def planned_steps(self) -> int | None:
         """The total number of steps of the run; None where only time or the data ends it."""
         return planned_steps(self.training, self.loader, self.progress.step)
@@ -302,11 +308,12 @@ class Run:
             return {}, 0
         metrics, stopped_by = evaluate(
             self.model,
-            self.evaluation.batches(self.training),
+            self.evaluation.batches(self.training, whole=self.fsdp.deterministic_sums),
             self.objective,
             world=self.world,
             stop=self.stop,
             metrics=resolve(self.task.metrics, argument="metrics"),
+            in_order=self.fsdp.deterministic_sums,
         )
         if metrics:
             self.evaluation.metrics, self.progress.evaluated = metrics, self.progress.step

@@ -3,7 +3,7 @@
 [Note: resuming] A step's checkpoint contains the full state of a run: model, optimizer, learning rates, position in the
 data, progress, random numbers of each rank, callbacks. A resumed run takes the next samples in the order of the whole
 run, on any number of ranks. On the same number of ranks, it computes exactly the same steps as an uninterrupted run; on
-another number, sums are computed in another order, and random numbers start anew.
+another number, sums are computed in another order, and random numbers start anew, unless sums are deterministic.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Trainer(Run):
         with flatfsdp.fail_together("making the trainer"):
             check_run(training, task, fsdp)
             check_options(task)
+            if fsdp.deterministic_sums and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(1)  # fewer ranks have more otherwise, and with them other bits
             seed_all(training.seed)  # the same initial weights on all ranks
             plain = make(task, "model")
             elements = sum(parameter.numel() for parameter in plain.parameters())
@@ -103,7 +105,9 @@ class Trainer(Run):
             optimizer = make_optimizer(model, training)
             scaler = ShardedGradScaler(world.device.type, enabled=fsdp.scales_losses)
             collate, eval_data = collate_for(task), make(task, "eval_data")
-            loader = _loader(task, training, collate=collate, weigh=objective.weight)
+            loader = _loader(
+                task, training, collate=collate, weigh=objective.weight, whole_batches=fsdp.deterministic_sums
+            )
             scheduler = make_scheduler(optimizer, training, planned_steps(training, loader))
             progress = Progress()
             states: dict[str, Any] = {"progress": progress, "scheduler": scheduler, "data": loader}
@@ -219,7 +223,9 @@ class Trainer(Run):
         if step is None:
             raise ConfigValueError("train_data: there is no sample to measure a step with")
         with activations_counted() as activations:
-            add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale)
+            add_gradients(
+                self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=self.step_seed
+            )
         self.optimizer.zero_grad(set_to_none=True)
         return max(most for (most,) in self.ranks.rows(activations.peak_bytes))
 
@@ -262,7 +268,7 @@ class Trainer(Run):
                 training.refuse("scheduler", f"{_NO_END}, or scheduler='constant'")
 
 
-def _loader(task: Task, training: TrainingArguments, **functions: Any) -> Loader:
+def _loader(task: Task, training: TrainingArguments, **more: Any) -> Loader:
     return Loader(
         make(task, "train_data"),
         batch=training.batch,
@@ -274,7 +280,7 @@ def _loader(task: Task, training: TrainingArguments, **functions: Any) -> Loader
         drop_last=training.drop_last,
         mode=training.data_mode,
         workers=training.workers,
-        **functions,
+        **more,
     )
 
 

@@ -332,7 +332,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         reduce_error_feedback=True, cpu_offload=True, use_orig_params=False, layout="rows",
         activation_checkpointing=True, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False,
         sync_module_states=True, checkpoint_every=2, checkpoint_policy="a.b:c", compile=True,
-        keep_frozen_unsharded=True,
+        keep_frozen_unsharded=True, deterministic_sums=True,
     )  # fmt: skip
     line = (
         "--output o --steps 3 --epochs 2 --minutes 0.5 --batch 2 --global-batch 6 --data-mode dispatch --no-shuffle "
@@ -347,7 +347,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double "
         "--gather-dtype fp8 --reduce-bits 4 --reduce-error-feedback --cpu-offload --no-use-orig-params --layout rows "
         "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "
-        "--sync-module-states --checkpoint-every 2 --checkpoint-policy a.b:c --compile --keep-frozen-unsharded"
+        "--sync-module-states --checkpoint-every 2 --checkpoint-policy a.b:c --compile --keep-frozen-unsharded "
+        "--deterministic-sums"
     )
     assert read(*line.split()) == {"training": training, "fsdp": fsdp}
     for given, default in ((training, TrainingArguments()), (fsdp, FSDPArguments())):

@@ -49,10 +49,15 @@ class Step:
     Attributes:
         microbatches: at least one, and as many on all ranks.
         weight: the total weight of the microbatches of all ranks.
+        position: of its first sample.
+        first: the number of this rank's first microbatch among the `count` of all ranks. [Note: position]
     """
 
     microbatches: tuple[Microbatch, ...]
     weight: int
+    position: int = 0
+    first: int = 0
+    count: int = 1
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -80,6 +85,8 @@ class Loader(AbstractContextManager["Loader"]):
         limit: the largest number of samples in all steps together; None: no limit.
         mode: "sharded": each rank reads its own samples. "dispatch": rank 0 reads, a step ahead, and sends.
         workers: processes that read ahead, on each rank that reads; at most one for an iterable dataset.
+        whole_batches: whether microbatches have `batch` samples, except the last of a step, so that they are the same
+            on any number of ranks; otherwise their sizes differ by at most one.
         process_group: the ranks that load together; default: all, or this process alone without a process group.
 
     Raises:
@@ -103,6 +110,7 @@ class Loader(AbstractContextManager["Loader"]):
         limit: int | None = None,
         mode: str = "sharded",
         workers: int = 0,
+        whole_batches: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._ranks = TrainerRanks(process_group)
@@ -123,6 +131,7 @@ class Loader(AbstractContextManager["Loader"]):
                 limit=limit,
                 mode=mode,
                 workers=workers,
+                whole_batches=whole_batches,
             ),
         )
         assert self._plan.extent is not None
@@ -192,8 +201,9 @@ class Loader(AbstractContextManager["Loader"]):
             self.close()
             self._is_over = True
             return None
-        self._place = part.after
-        return Step(part.shares[0], part.weight)
+        before, self._place = self.position, part.after
+        steps, samples = self._steps(None), self.position - before
+        return Step(part.shares[0], part.weight, before, steps.first(samples, self._ranks.rank), steps.cells(samples))
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the parameters that determine the order of samples; the same on all ranks.
@@ -269,7 +279,14 @@ class Loader(AbstractContextManager["Loader"]):
 
     def _steps(self, total: int | None) -> StepLayout:
         plan = self._plan
-        return StepLayout(self.global_batch, plan.batch, self._ranks.world, total=total, drop_last=plan.drop_last)
+        return StepLayout(
+            self.global_batch,
+            plan.batch,
+            self._ranks.world,
+            total=total,
+            drop_last=plan.drop_last,
+            whole_batches=plan.whole_batches,
+        )
 
     def _open(self, ranks: range) -> Iterator[StepPart]:
         """The parts of `ranks` in all steps from the position on. Worker processes start with the first part: where
@@ -381,6 +398,7 @@ class _CommonArguments:
     limit: int | None
     mode: str
     workers: int
+    whole_batches: bool
 
     def __post_init__(self) -> None:
         for name, least, optional in (

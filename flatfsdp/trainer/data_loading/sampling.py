@@ -9,6 +9,9 @@ ranks can resume from it, in either mode, with no sample repeated or lost.
 A step is divided into *cells*, one for each microbatch, with the same number on every rank, as small as `batch` allows.
 Cells are contiguous, those of rank 0 come first, and their sizes, and those of ranks' shares, differ by at most one
 sample. If there are fewer samples than cells, the microbatches of empty cells are *stand-ins*: a sample of weight 0.
+
+With *whole batches*, cells do not depend on the number of ranks: each has `batch` samples, the last one of a step the
+rest. Ranks have consecutive ones; a rank with fewer than others has stand-ins behind them.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class StepLayout:
         ranks: how many ranks share a step.
         total: the number of samples in all epochs together; None where it is unlimited, or known only by reading.
         drop_last: whether a smaller last step is left out.
+        whole_batches: whether cells follow from `batch` alone.
     """
 
     global_batch: int
@@ -57,6 +61,7 @@ class StepLayout:
     ranks: int
     total: int | None
     drop_last: bool
+    whole_batches: bool = False
 
     def at(self, position: int) -> range:
         """The positions of the samples of the step that begins at `position`; empty where there is none."""
@@ -76,13 +81,24 @@ class StepLayout:
         """The number of microbatches of each rank in a step of `samples` samples."""
         return _ceil(samples, self.ranks * self.batch)
 
+    def cells(self, samples: int) -> int:
+        """The number of cells in a step of `samples` samples, except that of stand-ins behind whole batches."""
+        return _ceil(samples, self.batch) if self.whole_batches else self.ranks * self.microbatches(samples)
+
+    def first(self, samples: int, rank: int) -> int:
+        """The number of the first cell of `rank` among those."""
+        return self.cells(samples) * rank // self.ranks
+
     def shares(self, step: range, ranks: range) -> list[list[range]]:
         """For each of `ranks`, its cells of `step` as positions; the same number for each."""
-        each = self.microbatches(len(step))
-        cells = self.ranks * each
-        borders = [step.start + _ceil(len(step) * cell, cells) for cell in range(cells + 1)]
+        each, cells = self.microbatches(len(step)), self.cells(len(step))
+        if self.whole_batches:
+            borders = [*step[:: self.batch], step.stop]
+        else:
+            borders = [step.start + _ceil(len(step) * cell, cells) for cell in range(cells + 1)]
         whole = [range(*ends) for ends in pairwise(borders)]
-        return [whole[rank * each : (rank + 1) * each] for rank in ranks]
+        shares = [whole[self.first(len(step), rank) : self.first(len(step), rank + 1)] for rank in ranks]
+        return [[*share, *[range(step.stop, step.stop)] * (each - len(share))] for share in shares]
 
 
 class SampleOrder:

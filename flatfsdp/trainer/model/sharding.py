@@ -66,6 +66,7 @@ def shard(
         "backward_prefetch": None if arguments.backward_prefetch is None else arguments.backward_prefetch.upper(),
         "param_init_fn": param_init_fn or initializer_of(model),
         "sync_module_states": arguments.sync_module_states,
+        "deterministic_sums": arguments.deterministic_sums,
         "forward_prefetch": arguments.forward_prefetch,
         "limit_all_gathers": arguments.limit_all_gathers,
     }
