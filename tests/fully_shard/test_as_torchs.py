@@ -66,7 +66,8 @@ def test_fully_shard_has_the_signature_of_torchs() -> None:
     ours, torchs = (dict(inspect.signature(each.fully_shard).parameters) for each in (flatfsdp, theirs))
     for name in {"dp_mesh_dims"} - {*torchs}:  # torch 2.11 does not have it
         del ours[name]
-    assert ours.pop("layout").kind is inspect.Parameter.KEYWORD_ONLY  # our own, after torch's
+    for name in ("layout", "deterministic_sums"):  # our own, after torch's
+        assert ours.pop(name).kind is inspect.Parameter.KEYWORD_ONLY
     assert [(name, each.kind) for name, each in ours.items()] == parameters(theirs.fully_shard)
     # Without a policy nothing is cast or offloaded, as with the one that torch's makes then.
     policies = {name for name in ours if ours[name].default != torchs[name].default}
