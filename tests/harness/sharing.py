@@ -123,11 +123,17 @@ class Leader(Share):
         self._count, self._helpers = count, list[_Forked]()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        if not (session.testsfailed or session.config.option.collectonly):
+    def pytest_collection(self, session: pytest.Session) -> None:
+        """One server, which a server of each process would repeat, imports what ranks need while this process imports
+        the tests."""
+        if not session.config.option.collectonly:
             from tests.harness import processes
 
-            processes.share_server()  # with its imports, which a server of each process would repeat
+            processes.share_server()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if not (session.testsfailed or session.config.option.collectonly):
             importlib.import_module("torch._dynamo")  # as optimizers do at their first step
             gc.collect()
             gc.freeze()
