@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tools.reserved.allocator import MIB
+from tools.reserved.assumed import partial_sums
 from tools.reserved.fake_cuda import DEVICE, FakeCuda
 
 pytestmark = pytest.mark.single_process
@@ -89,3 +90,20 @@ def test_a_training_step_holds_what_it_does_on_a_card() -> None:
         for layer in layers:
             layer.zero_grad()
         assert memory.allocated.now == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype", "found"),
+    [
+        (1024, 8192, torch.bfloat16, (64 * MIB, 256)),
+        (1024, 6144, torch.bfloat16, (48 * MIB, 192)),
+        (1024, 2048, torch.bfloat16, (16 * MIB, 64)),
+        (512, 8192, torch.bfloat16, ()),  # few enough for one block of threads
+        (1024, 8191, torch.bfloat16, ()),  # another split
+    ],
+)
+def test_a_sum_over_rows_exchanges_partial_sums(
+    rows: int, outputs: int, dtype: torch.dtype, found: tuple[int, ...]
+) -> None:
+    """64 MiB and 512 bytes were seen on an H100, in the peak of a training step."""
+    assert partial_sums((torch.empty(rows, outputs, dtype=dtype, device="meta"), [0], True)) == found

@@ -7,8 +7,12 @@ H100 say so: after a step the model's code held 33 MiB, and autograd's thread 32
 (`tools/bench_results/gpu/results.json`, "terms").
 
 [Note: attention] Either fused kernel (cuDNN's, which torch prefers on Hopper, and flash attention) saves its output and
-a float32 per row, and in the backward adds up the query's gradient in float32, beside a float32 per row. The temporary
-memory of other kernels (normalization, sums over rows) is below 1 MiB and left out.
+a float32 per row, and in the backward adds up the query's gradient in float32, beside a float32 per row.
+
+[Note: sums over rows] The gradient of a bias is a sum over the rows of a matrix. torch splits the rows among blocks of
+threads, which exchange partial sums through temporary memory: a float32 for each output, block, and lane of the block,
+which is many times the matrix. The split follows torch's `setReduceConfig`, on a card like the H100. The temporary
+memory of other kernels (normalization, the embedding's gradient for few tokens) is below 1 MiB and left out.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from .allocator import MIB
 from .fake_cuda import Memory
 
 CUBLAS, CUBLAS_LT = 32 * MIB, MIB
+PROCESSORS, THREADS_OF_PROCESSOR = 132, 2048  # of an H100
+THREADS, WARP, VECTOR = 512, 32, 4  # of a block that sums; elements that a thread reads at once
+FEWEST, MOST = 16, 256  # values that a thread is to add up
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _ATTENTION_BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
 
@@ -38,10 +45,15 @@ class Workspaces:
             self._keep("cuBLAS", CUBLAS)
         if name == "addmm":
             self._keep("cuBLASLt", CUBLAS_LT)
+        if name == "sum":
+            self._briefly(name, *partial_sums(args))
         if name == _ATTENTION_BACKWARD:
             query: Tensor = args[1]
-            for numel in (query.numel(), query.numel() // query.shape[-1]):
-                self._memory.give(self._memory.take(4 * numel, name))
+            self._briefly(name, 4 * query.numel(), 4 * query.numel() // query.shape[-1])
+
+    def _briefly(self, name: str, *sizes: int) -> None:
+        for block in [self._memory.take(size, name) for size in sizes]:
+            self._memory.give(block)
 
     def _keep(self, whose: str, size: int) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -49,6 +61,33 @@ class Workspaces:
         if key not in self._kept:
             self._kept.add(key)
             self._memory.take(size, whose)
+
+
+def partial_sums(args: Any) -> tuple[int, ...]:
+    """Bytes of the partial sums and of the semaphores of their exchange, if a sum with `args` is over the rows of a
+    matrix and needs them. [Note: sums over rows]"""
+    matrix, dims = args[0], [*args[1]] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
+    if matrix.dim() != 2 or dims != [0] or not matrix.is_contiguous() or matrix.shape[1] % VECTOR:
+        return ()
+    rows, outputs = matrix.shape
+    most = THREADS // VECTOR
+    width = min(_power_of_two(outputs // VECTOR, most), WARP)
+    height = min(_power_of_two(rows, most), most // width)
+    values = rows
+    if values < min(height * FEWEST, MOST):  # too few to split them within a block
+        return ()
+    values = -(-values // height)
+    grid = -(-outputs // (VECTOR * width))
+    wanted = PROCESSORS * (THREADS_OF_PROCESSOR // (width * height))
+    if values < MOST or grid > wanted:
+        return ()
+    blocks = max(min(-(-wanted // grid), -(-values // FEWEST)), -(-values // MOST))
+    return (4 * outputs * blocks * width * VECTOR, 4 * grid) if blocks > 1 else ()
+
+
+def _power_of_two(number: int, most: int) -> int:
+    """The largest power of two up to both."""
+    return 1 << (min(number, most).bit_length() - 1)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
