@@ -230,21 +230,20 @@ def test_parity_with_one_process(run: Run, world: int, case: tuple[bool, type[nn
 
 
 @pytest.mark.parametrize(
-    ("kind", "any_order"), some([(Pictured, False), (Pictured, True), (Mixture, True), (Mixture, False)], 2)
+    ("program", "options"),
+    spread(
+        [(Pictured, False), (Mixture, True), (Pictured, True), (Mixture, False)],
+        [
+            {"sharding_strategy": "SHARD_GRAD_OP"},
+            {"sharding_strategy": "NO_SHARD"},
+            {"cpu_offload": True, "forward_prefetch": True},
+            {"use_orig_params": False, "backward_prefetch": "BACKWARD_POST"},
+            {"use_orig_params": False, "backward_prefetch": "BACKWARD_MID"},
+        ],
+    ),
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sharding_strategy": "SHARD_GRAD_OP"},
-        {"sharding_strategy": "NO_SHARD"},
-        {"cpu_offload": True, "forward_prefetch": True},
-        {"use_orig_params": False, "backward_prefetch": "BACKWARD_POST"},
-        {"use_orig_params": False, "backward_prefetch": "BACKWARD_MID"},
-    ],
-)
-def test_parity_with_other_settings(
-    pool2: Run, kind: type[nn.Module], any_order: bool, options: dict[str, Any]
-) -> None:
+def test_parity_with_other_settings(pool2: Run, program: tuple[type[nn.Module], bool], options: dict[str, Any]) -> None:
+    kind, any_order = program
     plan = (IN_ANY_ORDER if any_order else IN_ORDER)[kind]
     assert pool2(differences, kind, plan, any_order, options) == [[], []]
 

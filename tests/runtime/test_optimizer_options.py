@@ -15,6 +15,7 @@ from flatfsdp.engine.guards.optimizer_options import differences
 from flatfsdp.errors import FlatFSDPWarning
 from tests.conftest import Run
 from tests.harness.models import WIDTH, Feedforward
+from tests.harness.thorough import spread
 from tests.harness.three_fronts import FRONTS, sharded
 
 pytestmark = pytest.mark.distributed
@@ -69,19 +70,19 @@ CASES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize(
-    ("case", "reported"),
-    [
-        ("lr", "SGD has different options on ranks: lr of param group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
-        ("tensor", "lr of param group 0 is 0.5 on rank 0 and 1 on rank 1"),
-        ("betas", "betas of param group 0 is (0.9, 0.95) on rank 0 and (0.9, 0.99) on rank 1"),
-        ("order of groups", "param group 0 has other parameters on rank 0 than on rank 1, or in another order"),
-        ("in a backward", "lr of param group 0 is 0.1 on rank 0 and 1.1 on rank 1"),
-    ],
-)
-def test_other_options_of_a_rank_are_reported_once(pool2: Run, front: str, case: str, reported: str) -> None:
-    texts = [text for texts in pool2(stepped, front, case) for text in texts if "different options" in text]
+REPORTED = [
+    ("lr", "SGD has different options on ranks: lr of param group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
+    ("tensor", "lr of param group 0 is 0.5 on rank 0 and 1 on rank 1"),
+    ("betas", "betas of param group 0 is (0.9, 0.95) on rank 0 and (0.9, 0.99) on rank 1"),
+    ("order of groups", "param group 0 has other parameters on rank 0 than on rank 1, or in another order"),
+    ("in a backward", "lr of param group 0 is 0.1 on rank 0 and 1.1 on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("front", "case"), spread(FRONTS, REPORTED))
+def test_other_options_of_a_rank_are_reported_once(pool2: Run, front: str, case: tuple[str, str]) -> None:
+    name, reported = case
+    texts = [text for texts in pool2(stepped, front, name) for text in texts if "different options" in text]
     assert len(texts) == 1 and reported in texts[0], texts
 
 
