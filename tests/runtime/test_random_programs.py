@@ -276,6 +276,8 @@ class Player:
             some = [*some, through_torchs_functions, through_torchs_functions]
         if random.Random(f"assigns {seed}").random() < 0.3:
             some = [*some, assign_new_data, assign_new_data]
+        if random.Random(f"replaces {seed}").random() < 0.3:
+            some = [*some, replace_a_parameter, replace_a_parameter]
         self.offered = [each for each in operations or some if not (in_place and each in OF_WRAPPERS)]
         self.wrong: list[str] = []
         self.nodes: list[Any] = []  # that are held
@@ -940,6 +942,23 @@ def assign_new_data(player: Player) -> None:
                 parameter.grad.data = parameter.grad.data * 0.5
 
 
+def replace_a_parameter(player: Player) -> None:
+    """A new parameter, which has no gradient. Optimizers keep the one that was wrapped."""
+    if not player.original or player.exposed or player.alone.last.weight is player.alone.first.weight:
+        return
+    last, alone = player.front.inner(player.model).last, player.alone.last
+    kept, with_gradient = last.weight, player.queries.random() < 0.3
+    made = last.weight = nn.Parameter(kept.detach() * 0.9, kept.requires_grad)
+    with torch.no_grad():
+        alone.weight.mul_(0.9)
+    if with_gradient and alone.weight.grad is not None:
+        made.grad = None if kept.grad is None else kept.grad * 0.5
+        alone.weight.grad.mul_(0.5)
+    else:
+        alone.weight.grad = None
+    look(player)  # adopts it: operations on the model's parameters before that would go to the new one
+
+
 def clear(player: Player) -> None:
     set_to_none = player.drawn.random() < 0.6
     drop_gradients(player.parameters_of(player.model), player.optimizer, player.drops, to_none=set_to_none)
@@ -1103,7 +1122,14 @@ WHEN_REDUCED = [
 
 
 # Missing from modules of fully_shard: nodes of unsharded parameters, and summons of parts.
-OF_WRAPPERS = (hold_nodes, let_nodes_go, summon_a_part, replace_inside_summon, drop_gradients_inside_summon)
+OF_WRAPPERS = (
+    hold_nodes,
+    let_nodes_go,
+    summon_a_part,
+    replace_a_parameter,  # by a DTensor it would be another parameter, which optimizers do not have
+    replace_inside_summon,
+    drop_gradients_inside_summon,
+)
 # Operations on the parameters that modules hold, which must be those at rest.
 OF_HELD_PARAMETERS = (
     resume,
