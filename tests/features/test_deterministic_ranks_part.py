@@ -60,11 +60,10 @@ def no_sync_on_one(rank: int, world: int) -> Any:
     for number in range(2):
         with flatfsdp.microbatch(rank + 2 * number, of=4):
             loss = model(torch.ones(2, 5)).sum()
-        if rank == 0 and number:
-            with model.no_sync(), flatfsdp.microbatch(rank + 2 * number, of=4):
-                loss.backward()
-        else:
-            with flatfsdp.microbatch(rank + 2 * number, of=4):
+            if rank == 0 and number:
+                with model.no_sync():
+                    loss.backward()
+            else:
                 loss.backward()
 
 

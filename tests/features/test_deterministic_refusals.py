@@ -109,6 +109,30 @@ def with_another_model(model: Any, rank: int) -> None:
     torch.nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
 
 
+def without_the_mode(model: Any, rank: int) -> None:
+    run_one(wrapped(deterministic_sums=False), rank, 2)
+
+
+def fused_on_cpu(model: Any, rank: int) -> None:
+    run_one(model, rank, 2)
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True).step()
+
+
+def other_power(model: Any, rank: int) -> None:
+    run_one(model, rank, 2)
+    model.clip_grad_norm_(1.0, 2.5)
+
+
+def other_threads(model: Any, rank: int) -> None:
+    run_one(model, rank, 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        run_one(model, rank, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def hooked(model: Any, rank: int) -> None:
     model.set_all_reduce_hook(lambda total: None)
 
@@ -143,6 +167,10 @@ PROGRAMS: list[tuple[Callable[[Any, int], None], str]] = [
     (joined, "flatfsdp.join() weighs"),
     (clipped_and_stepped, "no_step() of the OptimizerInBackward"),
     (with_another_model, "some of these models have deterministic_sums=True"),
+    (without_the_mode, "no backward of a model with deterministic_sums=True ran inside"),
+    (fused_on_cpu, "fused steps on CPUs"),
+    (other_power, "norm_type 2.5"),
+    (other_threads, "threads, and did so on"),
     (hooked, "a communication hook sums gradients"),
     (hooked_in_spite, "a communication hook sums gradients"),
     (divided, "set_gradient_divide_factor() was called"),
@@ -175,6 +203,18 @@ def not_all(rank: int, world: int) -> str:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     return words_of(program)
+
+
+def adafactor(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    model = flatfsdp.fully_shard(nn.Linear(5, 3), deterministic_sums=True)
+    run_one(model, rank, 2)
+    return words_of(torch.optim.Adafactor(model.parameters()).step)
+
+
+def test_matrices_in_parts(run: Run) -> None:
+    for message in run(2, adafactor):
+        assert "matrix_steps()" in message
 
 
 def test_some_units_reduce(run: Run) -> None:
@@ -327,5 +367,10 @@ def test_arguments(index: int, of: Any, error: type[Exception]) -> None:
 
 
 def test_one_at_a_time() -> None:
-    with flatfsdp.microbatch(0, of=2), pytest.raises(UsageError, match="inside of"), flatfsdp.microbatch(1, of=2):
+    with (
+        pytest.raises(UsageError, match="no backward of a model"),
+        flatfsdp.microbatch(0, of=2),
+        pytest.raises(UsageError, match="inside of"),
+        flatfsdp.microbatch(1, of=2),
+    ):
         pass

@@ -248,6 +248,40 @@ def test_norm_with_parameters_outside(run: Run) -> None:
         assert run(world, with_one_outside) == [expected] * world
 
 
+def norms(rank: int, world: int) -> list[float]:
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(37, 71), auto_wrap_policy=None)
+    with flatfsdp.microbatch(0 if rank == 0 else None, of=1):
+        (model(torch.randn(4, 37, generator=torch.Generator().manual_seed(0))) ** 3).mean().backward()
+    return [float(model.clip_grad_norm_(1e9, p)) for p in (0, 1, 3, 4, float("inf"))]
+
+
+def test_norms_of_all_orders(run: Run) -> None:
+    (expected,) = run(1, norms)
+    for world in (2, 3):
+        assert run(world, norms) == [expected] * world
+
+
+def reduced_again(rank: int, world: int) -> bool:
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(5, 3), auto_wrap_policy=None)
+    model.reduce_accumulated_gradients()
+    with flatfsdp.microbatch(rank, of=world):
+        model(torch.ones(2, 5)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for _ in range(2):
+        model.reduce_accumulated_gradients()
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    same = len(before) == len(after) and all(map(torch.equal, before, after))
+    model.zero_grad()
+    model.reduce_accumulated_gradients()
+    return same
+
+
+def test_reduced_when_nothing_is_left(run: Run) -> None:
+    assert run(2, reduced_again) == [True, True]
+
+
 def by_muon(rank: int, world: int, owners: Owners, accumulates: bool) -> str:
     torch.manual_seed(0)
     model = wrapped(Net())

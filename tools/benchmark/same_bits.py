@@ -62,7 +62,7 @@ def time_ways(rank: int, name: str, through: str, reduced: str) -> dict[str, Any
         )
         for way in WAYS
     }
-    optimizers = {way: torch.optim.AdamW(model.parameters(), fused=True) for way, model in models.items()}
+    optimizers = {way: torch.optim.AdamW(model.parameters()) for way, model in models.items()}
     batches = [case.batch(index, 0) for index in range(count)]
 
     def step(way: str) -> None:

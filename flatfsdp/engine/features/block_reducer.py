@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import NoReturn
 
 import torch
 
@@ -75,12 +76,16 @@ class Ledger:
         step: the running one; None between steps.
         current: the microbatch of the running backward, or of the last one; None for a stand-in.
         groups: by global rank, the ranks of its shard group.
+        refuse: refuses a backward, with words that reach other ranks; a weak reference.
     """
+
+    refuse: Callable[[], Callable[[str], NoReturn] | None]
 
     def __init__(self) -> None:
         self.step: Step | None = None
         self.current: int | None = None
         self.groups: dict[int, frozenset[int]] = {}
+        self.refuse = lambda: None
 
     @property
     def running(self) -> Step:
@@ -177,23 +182,26 @@ class BlockSums:
     ) -> tuple[Reducer, Reducer | None]:
         """The reducers of the blocks of all `inputs`, whose buffers hold the running microbatch."""
         if self.ledger.step is None:
-            fail(UsageError(UNFORESEEN))
+            self._refuse(UNFORESEEN)
         states = [each.carried for each in inputs if isinstance(each.carried, BlockSums)]
         joined = [state._enter(each, alone=len(inputs) == 1) for state, each in zip(states, inputs, strict=True)]
         complete = self.ledger.running.is_complete
         first = BlockReducer(joined, scatter, is_last=complete and replicate is None)
         return first, BlockReducer(joined, replicate, is_last=complete) if replicate is not None else None
 
+    def _refuse(self, problem: str) -> NoReturn:
+        if (refuse := self.ledger.refuse()) is not None:
+            refuse(problem)
+        fail(UsageError(problem))
+
     def _enter(self, given: ReductionInput, *, alone: bool) -> Joined:
         """Let the reduction of `given` include all blocks. `alone`: it is that of no other flat parameter."""
         step, buffer = self.ledger.running, given.buffer
         assert buffer is not None
         if self.since == len(step.exchanged):
-            fail(
-                UsageError(
-                    f"deterministic_sums=True: gradients of unit {self.handle.label} came in two parts, which would be "
-                    "added in another order under no_sync(). Use checkpoint(..., use_reentrant=False)"
-                )
+            self._refuse(
+                f"deterministic_sums=True: gradients of unit {self.handle.label} came in two parts, which would be "
+                "added in another order under no_sync(). Use checkpoint(..., use_reentrant=False)"
             )
         given.earlier, given.scale = None, 1.0 / step.tree.leaves if step.is_complete else 1.0
         blocks, self.blocks = self.blocks, {}

@@ -278,6 +278,11 @@ def _norm_of(
                 f"{call}: some of these models have deterministic_sums=True, and others not, so the joint norm would "
                 "depend on the number of ranks. Take the norm of each model, or set it for all"
             )
+        if p != int(p):
+            raise UsageError(
+                f"{call}: norm_type {p:g} with deterministic_sums=True: powers are rounded alike on any number of "
+                "ranks for whole numbers only. Use 1, 2, another whole number, or inf"
+            )
         norm = power_sum(models, chosen, found.outside, p, found.wide)
         norm = norm if p == 0 else norm ** (1.0 / p)
     else:
@@ -410,9 +415,10 @@ def _owners() -> dict[int, _Owner]:
     return {
         id(each): _Owner(holder, unit, handle)
         for model in registry.models
+        for ours in (model.observers.find(DeterministicSums) is not None,)
         for unit in model.units
         for handle in unit.handles
-        if not is_dtensor(handle.face.holders[0]) or model.observers.find(DeterministicSums) is not None
+        if ours or not is_dtensor(handle.face.holders[0])
         for listed, holders in ((handle.face.holders,) * 2, (handle.leaves, handle.face.graded))
         for each, holder in zip(listed, holders, strict=False)
     }

@@ -40,12 +40,13 @@ NORMS: Any = torch.nn.InstanceNorm1d.mro()[2]  # the base of batch and instance 
 BITS = 62  # microbatches per number that ranks exchange, two at a time
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Microbatch:
-    """One microbatch: its index, None for a stand-in, and the number of all."""
+    """One microbatch: its index, None for a stand-in, and the number of all; and whether a backward has begun in it."""
 
     index: int | None
     of: int
+    begun: bool = False
 
 
 _running: Override[Microbatch | None] = Override(None)
@@ -71,7 +72,8 @@ def microbatch(index: int | None, *, of: int) -> Iterator[None]:
     Raises:
         ConfigTypeError, ConfigValueError: `index` or `of` is not such a number.
         UsageError: inside of another `microbatch`. In the backward: this index, or another `of`, ran before in this
-            step, here or on another rank; on all ranks, before anything is added up.
+            step, here or on another rank; on all ranks, before anything is added up. At its end: no backward of a
+            model with `deterministic_sums=True` ran inside.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -93,8 +95,15 @@ def microbatch(index: int | None, *, of: int) -> Iterator[None]:
         raise UsageError(
             f"microbatch({index}, of={of}) inside of microbatch({_running.value.index}): use one at a time"
         )
-    with _running.being(Microbatch(index, of)):
+    running = Microbatch(index, of)
+    with _running.being(running):
         yield
+    if not running.begun:
+        raise UsageError(
+            f"microbatch({index}, of={of}): no backward of a model with deterministic_sums=True ran inside, so nothing "
+            "was numbered, or divided by the number of microbatches. Wrap the model with deterministic_sums=True, and "
+            "call backward() inside of the context; or leave the context out"
+        )
 
 
 class DeterministicSums(Observer):
@@ -112,6 +121,8 @@ class DeterministicSums(Observer):
         self._partial: list[tuple[Unit, Resolved, Resolved]] = []
         self._has_reduced = False  # whether the last backward has
         self._checked_version = 0  # of the options; a program may go on after an error
+        self._threads = 0  # on which this rank computes
+        self.ledger.refuse = weakref.WeakMethod(self._refuse)
         optimizer_hooks.looking.add(weakref.ref(self, optimizer_hooks.looking.discard))
 
     @property
@@ -123,11 +134,13 @@ class DeterministicSums(Observer):
         return (
             f"deterministic_sums=True with torch {torch.__version__}, {torch.get_num_threads()} threads, {kernels}, "
             f"float32 products of {torch.get_float32_matmul_precision()} precision"
+            f"{', deterministic algorithms' if torch.are_deterministic_algorithms_enabled() else ''}"
         )
 
     # -- setup -------------------------------------------------------------------------------------------------------
 
     def setup_begins(self, units: Sequence[Unit]) -> None:
+        self._threads = torch.get_num_threads()
         axes = {(unit.axes.own.shard.ranks, _ranks_of(unit.axes.own.replicate)) for unit in units}
         for unit in units:
             _check_unit(unit, alone=len(axes) == 1)
@@ -158,21 +171,33 @@ class DeterministicSums(Observer):
 
     def backward_agreed(self, *, reduces: bool) -> None:
         """Of a reduction without a graph, of gradients that earlier backwards have left."""
-        if reduces and not _torch.in_backward() and self.ledger.step is not None:
+        step = self.ledger.step
+        if reduces and not _torch.in_backward() and step is not None and not step.is_complete:
             self._begin(None, reduces=True)
 
     def backward_begins(self, units: Sequence[Unit]) -> None:
         model = self._model()
-        backward = model.iteration.backward if model is not None else None
-        if backward is None or backward is self._backward() or not backward.schedule.brings:
+        if model is None or (backward := model.iteration.backward) is None:
+            return
+        if backward is self._backward() or not backward.schedule.brings:
             return
         self._backward = weakref.ref(backward)
+        if torch.get_num_threads() != self._threads:
+            self._refuse(
+                f"deterministic_sums=True: this rank computes on {torch.get_num_threads()} threads, and did so on "
+                f"{self._threads} when the model first ran. Call torch.set_num_threads() before, on all ranks"
+            )
         if (running := _running.value) is None:
             self._refuse(
                 "deterministic_sums=True: a backward ran outside of flatfsdp.microbatch(), which names the microbatch "
                 "of the step it belongs to. Write: with flatfsdp.microbatch(index, of=n): loss = ...; loss.backward()"
             )
-        self._begin(running, reduces=backward.sync)
+        running.begun = True
+        try:
+            self._begin(running, reduces=backward.sync)
+        except UsageError as error:
+            model.agreement.refuse(error)  # autograd does not pass it on to other ranks
+            raise
 
     def _begin(self, running: Microbatch | None, *, reduces: bool) -> None:
         """A backward begins; None: it only reduces."""
@@ -183,6 +208,8 @@ class DeterministicSums(Observer):
         if ledger.step is not None and ledger.step.is_complete:
             self._end_step()
         self._take_windows()
+        if ledger.step is None and running is None:
+            return  # nothing to reduce
         if ledger.step is None and running is not None:
             ledger.step = Step(SumTree(running.of))
         if running is not None and (problem := _problem_of_next(ledger.running, running)):
@@ -311,12 +338,16 @@ class DeterministicSums(Observer):
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def backward_ends(self) -> None:
-        """Does nothing; its presence keeps reductions from going on after a backward."""
+        """Refuse gradients that have come unforeseen. Keeps reductions from going on after a backward, too."""
+        model = self._model()
+        backward = model.iteration.backward if model is not None else None
+        if backward is None or backward.task == -1 or backward is self._backward():
+            return
+        if backward.schedule.brings:
+            self._refuse(UNFORESEEN)
 
     def backward_ended(self, backward: Any) -> None:
         self._restore()
-        if backward.schedule.brings and backward is not self._backward() and backward.task != -1:
-            raise UsageError(UNFORESEEN)
 
     def gradients_lost(self, units: Sequence[Unit]) -> None:
         self._restore()
@@ -343,7 +374,8 @@ class DeterministicSums(Observer):
             f"{call}: deterministic_sums=True, and the sum of the step's gradients is not complete: of "
             f"{step.tree.leaves} microbatches, {which} did not come. Run each index from 0 to "
             f"{step.tree.leaves - 1} on one rank, the last backward of each rank outside of no_sync(); or drop what "
-            "has run of the step by zero_grad() of the outermost module, on all ranks"
+            "has run of the step by zero_grad() of the outermost module, on all ranks. One that runs after the last of "
+            "a step, also a stand-in, begins the next step"
         )
 
     def _check_reduced(self, call: str) -> None:
@@ -358,9 +390,21 @@ class DeterministicSums(Observer):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
-        if optimizer_hooks.is_at_work(optimizer):
-            return  # in a backward, on what is complete
-        if self.ledger.step is not None and self._model() in optimizer_hooks.stepped_by(optimizer):
+        if self._model() not in optimizer_hooks.stepped_by(optimizer):
+            return
+        name, fused = type(optimizer).__name__, [group for group in optimizer.param_groups if group.get("fused")]
+        if any(parameter.device.type == "cpu" for group in fused for parameter in group["params"]):
+            raise UsageError(
+                f"{name}.step(): deterministic_sums=True, and torch's fused steps on CPUs round the last elements of a "
+                "tensor in another way, which are others on another number of ranks. Build the optimizer with "
+                "fused=False; flatfsdp.fuse_optimizer_steps() may be called"
+            )
+        if optimizer_hooks.sees_wholes(optimizer):
+            raise UsageError(
+                f"{name}.step(): deterministic_sums=True, and this optimizer takes norms of matrices of which ranks "
+                "have parts, in the order of ranks. Let it step on whole ones with flatfsdp.matrix_steps()"
+            )
+        if not optimizer_hooks.is_at_work(optimizer):  # else in a backward, on gradients that are complete
             self.check_complete(f"{type(optimizer).__name__}.step()")
 
 

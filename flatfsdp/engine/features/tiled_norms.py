@@ -105,13 +105,22 @@ def _pieces(handle: FlatParamHandle, chosen: Container[int]) -> Iterator[tuple[s
 
 
 def _power(p: float) -> Power:
-    if p == 2:
-        return torch.square
-    if p == 1:
-        return torch.abs
-    if p == 0:
-        return lambda values: (values != 0).to(values.dtype)
-    return lambda values: values.abs().pow(p)
+    """|x|^p by products alone, for a whole number p: they are rounded alike wherever an element lies in a tensor, which
+    `pow` is not."""
+
+    def power(values: torch.Tensor) -> torch.Tensor:
+        if p == 0:
+            return (values != 0).to(values.dtype)
+        left, square, found = int(p), values.abs(), None
+        while True:
+            if left & 1:
+                found = square if found is None else found * square
+            left >>= 1
+            if not left:
+                return square if found is None else found
+            square = square * square
+
+    return power
 
 
 def _sums(
@@ -127,7 +136,7 @@ def _sums(
     for number, (piece, first) in enumerate(zip(pieces, starts, strict=True)):
         if piece.values is None:
             continue
-        powers = power((piece.values.abs() if piece.values.is_complex() else piece.values).to(device, dtype))
+        powers = power(_magnitudes(piece.values.to(device), dtype))
         start, stop = piece.start, piece.start + powers.numel()
         low, high = min(-(-start // TILE) * TILE, stop), max(stop // TILE * TILE, start)
         if low < high:
@@ -142,6 +151,13 @@ def _sums(
     if ragged:
         sums[[starts[number] + tile for number, tile in ragged]] = by_halves(rows)
     return sums.split([piece.tiles for piece in pieces])
+
+
+def _magnitudes(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not values.is_complex():
+        return values.to(dtype)
+    real, imaginary = values.real.to(dtype), values.imag.to(dtype)
+    return (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
 
 
 def _starts(counts: Iterable[int]) -> list[int]:

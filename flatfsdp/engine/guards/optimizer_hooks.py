@@ -88,6 +88,13 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = 
 _installed = False
 
 
+def sees_wholes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` looks at whole matrices, and was not given them."""
+    cls = type(optimizer)
+    known = _SEE_WHOLES.get(f"{cls.__module__}.{cls.__qualname__}")
+    return known is _MATRICES and optimizer not in steps_on_wholes
+
+
 def guard_optimizers() -> None:
     """Install the hooks, once per process."""
     global _installed

@@ -12,7 +12,7 @@ inside, in the order of their declaration; in most models that is the order of u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -28,7 +28,7 @@ from ..base.overrides import is_memoryless
 from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
-from ..features.deterministic_sums import microbatch
+from ..features.deterministic_sums import DeterministicSums, microbatch
 from ..features.fake_tensors import without_memory
 from ..features.matrix_exchange import MATRICES
 from ..features.optimizer_in_backward import OptimizerInBackward
@@ -220,13 +220,14 @@ def memory_plan(
         raise ConfigValueError(f"memory_plan(): expected microbatches of at least 1, found {microbatches}")
     stepper = optimizer.optimizer if isinstance(optimizer, OptimizerInBackward) else optimizer
     wholes = None if stepper is None else wholes_of(stepper)
+    deterministic = outermost.observers.find(DeterministicSums) is not None
     figures = stats(model)
     with _stand_in_forwards(units):
         for _ in range(SETTLING + 1):
             figures.reset()
             for number in range(microbatches):
                 model.set_requires_gradient_sync(number == microbatches - 1)
-                with microbatch(number, of=microbatches):
+                with microbatch(number, of=microbatches) if deterministic else nullcontext():
                     model(torch.zeros(())).float().backward()
             if max_norm is not None:
                 model.clip_grad_norm_(max_norm)
