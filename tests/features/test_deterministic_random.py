@@ -1,0 +1,102 @@
+"""Random programs with `deterministic_sums=True`, divided over ranks at random, have the parameters of one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from tests.conftest import Run
+from tests.features.test_deterministic_sums import BF16, WRAPS, Net, batch, clip, unsynchronized
+from tests.harness.thorough import seeds
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+Found = list[dict[str, str]]
+
+
+def parameters(model: Any) -> dict[str, str]:
+    """A hash of each whole parameter, by name. Collective."""
+    values: dict[str, Tensor]
+    values = model.state_dict() if isinstance(model, FullyShardedDataParallel) else dict(model.named_parameters())
+    found = {}
+    for name, value in values.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        content = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = hashlib.sha256(content).hexdigest()
+    return {name: each for name, each in found.items() if not name.startswith("tied.")}
+
+
+def play(rank: int, world: int, seed: int) -> Found:
+    """Train the program of `seed`, divided over these ranks in a random way."""
+    same, here = random.Random(seed), random.Random(f"{seed} on {world} ranks")
+    recomputed, bf16, most = same.random() < 0.3, same.random() < 0.3, same.choice([None, 0.3, 3.0])
+    make = same.choice([torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+    counts = [same.randint(1, 11) for _ in range(STEPS)]
+    rare = same.random()
+    torch.manual_seed(seed)
+    net = Net(recomputed)
+    kind = here.choice([name for name in WRAPS if name not in ("offloaded", *(["fully_shard"] if bf16 else []))])
+    messages = world > 1 and here.random() < 0.3
+    if messages:
+        flatfsdp.share_host_memory(False)
+    try:
+        model = WRAPS[kind](net, **({"mixed_precision": BF16} if bf16 else {}))
+        optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        found = []
+        for step, count in enumerate(counts):
+            owners = [here.randrange(world) for _ in range(count)]
+            own: list[int | None] = [index for index, owner in enumerate(owners) if owner == rank]
+            rounds = max(map(owners.count, owners))
+            order = random.Random(f"{seed} {step} {rank}")
+            order.shuffle(own)  # any order, and stand-ins anywhere
+            for _ in range(rounds - len(own)):
+                own.insert(order.randint(0, len(own)), None)
+            reduces = [here.random() < 0.4 for _ in range(rounds - 1)] + [True]
+            for index, sync in zip(own, reduces, strict=True):
+                with unsynchronized(model, sync), flatfsdp.microbatch(index, of=count):
+                    # One that no microbatch uses has no gradient, but zeros in a flat parameter.
+                    rarely = index is not None and (
+                        index == 0 or random.Random(f"{seed} {step} {index}").random() < rare / 2
+                    )
+                    model(batch(100 * seed + step, index or 0), rarely=rarely).float().square().mean().backward()
+            if most is not None:
+                clip(model, most)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(parameters(model))
+        return found
+    finally:
+        if messages:
+            flatfsdp.share_host_memory(True)
+
+
+def difference(found: Found, expected: Found) -> str:
+    """The first step and parameter that differ; "" if none does."""
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for name in other:
+            if one.get(name) != other[name]:
+                return f"step {step}: {name}"
+    return ""
+
+
+@pytest.mark.parametrize("seed", seeds(6, 400))
+def test_random_programs(run: Run, seed: int) -> None:
+    (expected,) = run(1, play, seed)
+    worlds = [2, 3, 4] if seed % 2 else [2 + seed // 2 % 3]
+    for world in worlds:
+        for rank, found in enumerate(run(world, play, seed)):
+            assert not difference(found, expected), f"seed {seed} on {world} ranks, rank {rank}"
+
+
+def test_a_difference_is_named() -> None:
+    assert difference([{"a": "1"}, {"a": "2"}], [{"a": "1"}, {"a": "3"}]) == "step 1: a"
