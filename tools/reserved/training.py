@@ -20,6 +20,7 @@ from flatfsdp.engine.base import overrides
 from tools.benchmark.engines import ENGINES, Place
 from tools.benchmark.models import Case
 
+from .allocator import Settings
 from .assumed import Workspaces, attention
 from .fake_cuda import DEVICE, KIND, FakeCuda, record_stream
 
@@ -83,10 +84,18 @@ class Figures:
     retries: int
 
 
-def measure(case: Case, engine: str, ranks: int, steps: int = EARLY + 1, *, keeps_up: bool = True) -> Figures:
+def measure(
+    case: Case,
+    engine: str,
+    ranks: int,
+    steps: int = EARLY + 1,
+    settings: Settings | None = None,
+    *,
+    keeps_up: bool = True,
+) -> Figures:
     """What `tools/gpu/memory.py` measures on a card in the last of `steps`. For a process that did not do so before."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    with FakeCuda(keeps_up=keeps_up) as card, world(card, ranks):
+    with FakeCuda(settings, keeps_up=keeps_up) as card, world(card, ranks):
         training, memory = Training(case, engine), card.allocator
         gc.collect()
         memory.empty_cache()
