@@ -91,3 +91,40 @@ def check(rank: int, world: int, inside: str) -> list[str]:
 def test_gradients_are_those_of_one_process(inside: str, pool2: Run) -> None:
     for lines in pool2(check, inside):
         assert not lines, "\n".join(lines)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.one(x), self.two(x)
+
+
+def check_beside(rank: int, world: int) -> list[str]:
+    """The loss has an output of another unit, too, which begins the backward: nothing is added to a window."""
+    whole, net = Pair(), Pair()
+    model = FullyShardedDataParallel(net, auto_wrap_policy={Block}, sharding_strategy="NO_SHARD", use_orig_params=True)
+    batches = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(3))
+    for run, pair, parts in (model, net, world), (whole, whole, 1):
+        taken: list[Tensor] = []
+        getattr(pair.one, "module", pair.one).a.register_forward_hook(
+            lambda m, args, output, to=taken: to.append(output)
+        )
+        for step, batch in enumerate(batches):
+            with model.no_sync() if run is model and step < 2 else nullcontext():
+                _, output = run(batch.chunk(parts)[rank if parts > 1 else 0])
+                (taken.pop().exp().mean() + output.square().mean()).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    none = [name for name, grad in expected.items() if grad is None]
+    assert none == ["one.b.weight", "one.b.bias"]
+    assert all(found[name] is None for name in none)
+    return unlike({n: found[n] for n in expected if n not in none}, {n: expected[n] for n in expected if n not in none})
+
+
+def test_gradients_inside_a_unit_beside_an_output_of_another_one(pool2: Run) -> None:
+    for lines in pool2(check_beside):
+        assert not lines, "\n".join(lines)

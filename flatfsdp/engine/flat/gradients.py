@@ -98,6 +98,11 @@ class Gradients:
             if some and self.handle.face.distinct:
                 self._refuse_assigned([i for i, grad in enumerate(found) if grad is not None])
 
+    @property
+    def is_stashed(self) -> bool:
+        """Whether `stash_grads` has taken `.grad` away, so that autograd adds nothing to it."""
+        return self._taken is not None
+
     def _refuse_assigned(self, indices: list[int]) -> NoReturn:
         """Refuse gradients that a forward has assigned to leaves, where they would be lost."""
         self._taken = None
