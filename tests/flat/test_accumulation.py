@@ -227,18 +227,27 @@ def test_parameters_that_are_frozen_in_the_last_microbatch(of: str, dropped: boo
     assert not joined(pool2(frozen_in_the_last, of, dropped))
 
 
-def edited_window(rank: int, world: int) -> str:
-    model = Setting().wrap(seeded(Net), (Feedforward,))
-    one(model, rank, 0, 0, sync=False)
+def edited_window(rank: int, world: int, front: bool, of: str, way: str) -> str:
+    model: Any = fully_shard(seeded(Net)) if front else Setting().wrap(seeded(Net), (Feedforward,))
+    for micro, kind in enumerate(of):
+        model.set_requires_gradient_sync(kind == "s")
+        one(model, rank, 0, micro, sync=True)
     for parameter in model.parameters():
-        parameter.grad.mul_(0.5)
+        if way == "in place":
+            parameter.grad.mul_(0.5)
+        else:
+            parameter.grad.data = parameter.grad.data * 0.5
     with pytest.raises(UsageError) as caught:
-        one(model, rank, 0, 1, sync=True)
+        one(model, rank, 0, len(of), sync=True)
     return str(caught.value)
 
 
-def test_a_gradient_edited_inside_a_window_is_refused(pool2: Run) -> None:
-    for text in pool2(edited_window):
+# With a synchronized microbatch before, .grad shows that one's gradient, which is a part of the sum, too.
+@pytest.mark.parametrize("way", ["in place", "other memory"])
+@pytest.mark.parametrize("of", ["n", "sn"])
+@pytest.mark.parametrize("front", [False, True])
+def test_a_gradient_edited_inside_a_window_is_refused(front: bool, of: str, way: str, pool2: Run) -> None:
+    for text in pool2(edited_window, front, of, way):
         assert "no_sync" in text and "weight" in text
 
 

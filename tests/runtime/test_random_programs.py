@@ -943,7 +943,8 @@ def assign_new_data(player: Player) -> None:
 
 
 def replace_a_parameter(player: Player) -> None:
-    """A new parameter, which has no gradient. Optimizers keep the one that was wrapped."""
+    """A new parameter, which has no gradient, or a part of the former one's: not where that is of this rank's data
+    alone. Optimizers keep the one that was wrapped."""
     if not player.original or player.exposed or player.alone.last.weight is player.alone.first.weight:
         return
     last, alone = player.front.inner(player.model).last, player.alone.last
@@ -951,7 +952,7 @@ def replace_a_parameter(player: Player) -> None:
     made = last.weight = nn.Parameter(kept.detach() * 0.9, kept.requires_grad)
     with torch.no_grad():
         alone.weight.mul_(0.9)
-    if with_gradient and alone.weight.grad is not None:
+    if with_gradient and player.reduced and alone.weight.grad is not None:
         made.grad = None if kept.grad is None else kept.grad * 0.5
         alone.weight.grad.mul_(0.5)
     else:

@@ -2,7 +2,8 @@
 
 [Note: marks] Under no_sync the gradients live in a buffer that no user sees. A parameter without `.grad` is given this
 rank's slice of it. If user code sets a parameter's `.grad` to None or zero, or replaces it, the next backward drops
-that parameter's gradients from the window. If user code still holds such a slice by then, the slice keeps its values,
+that parameter's gradients from the window. Other edits are refused: of a gradient that was synchronized before, too,
+which is a part of the sum like the window. If user code still holds such a slice by then, the slice keeps its values,
 and the window continues in other memory. Versions show writes. DTensors raise none for writes to a list of them, as by
 `zero_grad(set_to_none=False)` of an optimizer with `foreach` or `fused`; so slices of DTensors have a class that does.
 """
@@ -22,7 +23,7 @@ import torch
 
 from ...errors import UsageError
 from ..base import _torch
-from ..base._dtensor import is_dtensor
+from ..base._dtensor import is_dtensor, local_of
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..flat.gradient_slots import GradientSlots
@@ -98,8 +99,8 @@ class WindowGrad:
 
     parameter: torch.Tensor
     grad: torch.Tensor
-    local: torch.Tensor  # this rank's part of it
     version: int
+    memory: int  # the identity of the local part's storage
     indices: tuple[int, ...]
     is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
 
@@ -109,9 +110,15 @@ class WindowGrad:
         return self.parameter.grad is self.grad
 
     @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of it, which an assignment to the `.data` of a DTensor replaces."""
+        return local_of(self.grad) if is_dtensor(self.grad) else self.grad
+
+    @property
     def was_changed(self) -> bool:
-        """Whether it was written to."""
-        return self.grad._version + self.local._version != self.version
+        """Whether it was written to, or its memory replaced."""
+        local = self.local
+        return self.grad._version + local._version != self.version or _memory(local) != self.memory
 
 
 class WindowMarks:
@@ -139,9 +146,9 @@ class WindowMarks:
                 grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None
-            local = handle.face.local_of(grad)
+            local = local_of(grad) if is_dtensor(grad) else grad
             version = grad._version + local._version
-            self._grads.append(WindowGrad(parameter, grad, local, version, indices, is_ours))
+            self._grads.append(WindowGrad(parameter, grad, version, _memory(local), indices, is_ours))
             if is_dtensor(grad) and not isinstance(grad, CountsListWrites):
                 grad.__class__ = _counting(type(grad))
 
@@ -151,10 +158,10 @@ class WindowMarks:
         marks = self._forget()
         changed = [mark for mark in marks if mark.is_there and mark.was_changed]
         edited = [mark for mark in changed if mark.local.any()]
-        ours = [self._handle.layout.params[i].name for mark in edited if mark.is_ours for i in mark.indices]
-        if ours:
+        if edited:
+            names = ", ".join(self._handle.layout.params[i].name for mark in edited for i in mark.indices)
             raise UsageError(
-                f"unit {self._handle.label}: the .grad of {', '.join(ours)} was edited after a backward under "
+                f"unit {self._handle.label}: the .grad of {names} was edited after a backward under "
                 "no_sync(). Until gradients are synchronized, .grad shows only a part of the accumulated gradients; "
                 "edit it after a backward outside of no_sync(), or drop it with zero_grad()"
             )
@@ -190,6 +197,12 @@ class WindowMarks:
         if slots.buffer is None or alone in (None, _users(slots.buffer.tensor)):
             return None
         return slots.disown()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The identity of its storage."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def _users(tensor: torch.Tensor) -> tuple[float, ...]:
