@@ -520,8 +520,9 @@ def _differences(rank: int, world: int, seed: int, how: How) -> list[str]:
             scaler.step(optimizer)
             scaler.update()
         elif scaler is None and not in_backward:
-            for each in model, alone:
-                assign_gradients(each, seed, step)
+            if came or how.microbatches == 1:  # else an edit of what waits for the step is refused [docs/limits.md]
+                for each in model, alone:
+                    assign_gradients(each, seed, step)
             optimizer.step()
         if scaler is None or came:
             plain.step()

@@ -4,8 +4,9 @@
 rank's slice of it. If user code sets a parameter's `.grad` to None or zero, or replaces it, the next backward drops
 that parameter's gradients from the window. Other edits are refused: of a gradient that was synchronized before, too,
 which is a part of the sum like the window. If user code still holds such a slice by then, the slice keeps its values,
-and the window continues in other memory. Versions show writes. DTensors raise none for writes to a list of them, as by
-`zero_grad(set_to_none=False)` of an optimizer with `foreach` or `fused`; so slices of DTensors have a class that does.
+and the window continues in other memory. Versions show writes. torch raises none for writes to a tensor's `.data`, and
+for a new `.data`, nor for writes to a list of DTensors, as by `zero_grad(set_to_none=False)` of an optimizer with
+`foreach` or `fused`; so gradients that are shown have a class that does.
 """
 
 from __future__ import annotations
@@ -48,8 +49,41 @@ def open_windows(model: Model) -> list[WindowMarks]:
     ]
 
 
-class CountsListWrites:
-    """Mixed into the class of a DTensor: raises its version for writes to a list that it is in. [Note: marks]"""
+class CountsWrites:
+    """Mixed into the class of a shown gradient: its version also counts writes to its `.data`, and new ones.
+    [Note: marks]"""
+
+    before: type[torch.Tensor]  # the class without this
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _tensor(self).detach()  # which shares the version
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        held = _local(self).detach()
+        self.before.data.__set__(self, value)  # type: ignore[attr-defined]
+        if _place(_local(self)) != _place(held):
+            with _torch.as_plain_tensors():
+                torch.autograd.graph.increment_version([_tensor(self)])
+
+    # Copies are of the class without this.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_before(self):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_before(self):
+            return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with _as_before(self):
+            return repr(self)
+
+
+class CountsListWrites(CountsWrites):
+    """The same of a DTensor: also counts writes to a list that it is in."""
 
     @classmethod
     def __torch_function__(
@@ -62,21 +96,19 @@ class CountsListWrites:
                 torch.autograd.graph.increment_version(ours)
         return result
 
-    # Copies are DTensors.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _as_before(self):
-            return copy.deepcopy(self, memo)
+class _PlainInWindow(CountsWrites, torch.Tensor):  # type: ignore[misc]  # of the signatures of `__repr__`
+    """A tensor in a window; what is computed from it is plain."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _as_before(self):
-            return self.__reduce_ex__(protocol)
+    __torch_function__ = torch.nn.Parameter.__torch_function__
+    before = torch.Tensor
 
 
 @contextlib.contextmanager
 def _as_before(grad: Any) -> Iterator[None]:
+    """Inside, a shown gradient has the class that it had before."""
     cls = type(grad)
-    grad.__class__ = cls.__mro__[2]
+    grad.__class__ = cls.before
     try:
         yield
     finally:
@@ -87,10 +119,24 @@ def _tensor(value: Any) -> torch.Tensor:
     return value
 
 
+def _local(grad: Any) -> torch.Tensor:
+    """This rank's part of it."""
+    return local_of(grad) if is_dtensor(grad) else grad
+
+
+def _place(local: torch.Tensor) -> tuple[Any, ...]:
+    """A value that changes with other memory, also without elements, or with another layout."""
+    return local.untyped_storage()._cdata, local.storage_offset(), local.dtype, local.shape, local.stride()
+
+
 @functools.cache
 def _counting(cls: type) -> type:
-    """The class for DTensors of `cls` in a window."""
-    return types.new_class(f"{cls.__name__}InWindow", (CountsListWrites, cls))
+    """The class for gradients of class `cls` in a window."""
+    if cls is torch.Tensor:
+        return _PlainInWindow
+    return types.new_class(
+        f"{cls.__name__}InWindow", (CountsListWrites, cls), {}, lambda names: names.update(before=cls)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +145,7 @@ class WindowGrad:
 
     parameter: torch.Tensor
     grad: torch.Tensor
-    version: int
-    memory: int  # the identity of the local part's storage
+    versions: tuple[int, int]  # its own, and that of the local part
     indices: tuple[int, ...]
     is_ours: bool  # made by the window, and not the sum of earlier synchronized gradients
 
@@ -112,13 +157,12 @@ class WindowGrad:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part of it, which an assignment to the `.data` of a DTensor replaces."""
-        return local_of(self.grad) if is_dtensor(self.grad) else self.grad
+        return _local(self.grad)
 
     @property
     def was_changed(self) -> bool:
         """Whether it was written to, or its memory replaced."""
-        local = self.local
-        return self.grad._version + local._version != self.version or _memory(local) != self.memory
+        return (self.grad._version, self.local._version) != self.versions
 
 
 class WindowMarks:
@@ -146,10 +190,9 @@ class WindowMarks:
                 grad = handle.face.like_holder(indices, own)
                 assign_grad(parameter, grad)
             assert grad is not None
-            local = local_of(grad) if is_dtensor(grad) else grad
-            version = grad._version + local._version
-            self._grads.append(WindowGrad(parameter, grad, version, _memory(local), indices, is_ours))
-            if is_dtensor(grad) and not isinstance(grad, CountsListWrites):
+            versions = grad._version, _local(grad)._version
+            self._grads.append(WindowGrad(parameter, grad, versions, indices, is_ours))
+            if type(grad) is torch.Tensor or (is_dtensor(grad) and not isinstance(grad, CountsWrites)):
                 grad.__class__ = _counting(type(grad))
 
     def take_back(self, slots: GradientSlots) -> bool:
@@ -163,10 +206,10 @@ class WindowMarks:
             raise UsageError(
                 f"unit {self._handle.label}: the .grad of {names} was edited after a backward under "
                 "no_sync(). Until gradients are synchronized, .grad shows only a part of the accumulated gradients; "
-                "edit it after a backward outside of no_sync(), or drop it with zero_grad()"
+                "edit it after a backward outside of no_sync() that computed gradients, or drop it with zero_grad()"
             )
         # An empty piece looks zero after any edit; its neighbors show it.
-        zeroed = [mark for mark in changed if not mark.local.any() and (mark.local.numel() or not edited)]
+        zeroed = [mark for mark in changed if mark not in edited and (mark.local.numel() or not edited)]
         dropped = [mark for mark in marks if mark in zeroed or not mark.is_there]
         for mark in marks:
             if mark.is_ours and mark.is_there:
@@ -187,8 +230,8 @@ class WindowMarks:
     def _forget(self) -> list[WindowGrad]:
         marks, self._grads = self._grads, []
         for mark in marks:
-            if isinstance(mark.grad, CountsListWrites):
-                mark.grad.__class__ = type(mark.grad).__mro__[2]
+            if isinstance(mark.grad, CountsWrites):
+                mark.grad.__class__ = mark.grad.before
         return marks
 
     def _leave_held(self, slots: GradientSlots) -> torch.Tensor | None:
@@ -197,12 +240,6 @@ class WindowMarks:
         if slots.buffer is None or alone in (None, _users(slots.buffer.tensor)):
             return None
         return slots.disown()
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """The identity of its storage."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
 
 
 def _users(tensor: torch.Tensor) -> tuple[float, ...]:
