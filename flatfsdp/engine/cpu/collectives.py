@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..comm.comm_stats import CommStats
-from ..comm.sum_tree import BlockExchange
 from ..device.memory import MemoryTracker
 from ..device.streams import PendingWork
+from ..transports.block_sums import RankBlocks
 from ..transports.pieces import RankPieces
 from .chunks import longest_chunk
 from .exchange import SharedMemory, SharedWork
@@ -74,22 +74,14 @@ class SharedMemoryExchange:
         last = shared.gather(of_ranks, depends=True)
         return PendingWork(work=SharedWork(shared, last), keep=(tensor,), finish=free)
 
-    def sum_blocks(
-        self,
-        exchange: BlockExchange,
-        blocks: Sequence[Sequence[RankPieces]],
-        kept: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        sizes: Sequence[int],
-        share: Sequence[torch.Tensor],
-    ) -> PendingWork:
+    def sum_blocks(self, own: RankBlocks) -> PendingWork:
         """`StagedTransport.sum_blocks`."""
-        operation = self._shared.sum_blocks(exchange, blocks, kept, outputs, max(sizes))
-        if not share:
-            large = is_waited_for_early(sum(sizes) * exchange.most * outputs[0].dtype.itemsize)
+        operation = self._shared.sum_blocks(own)
+        if not own.share:
+            large = is_waited_for_early(sum(own.sizes) * own.exchange.most * own.itemsize)
             return self._under_way(operation, advances_in_waits=large)
         self._comm_stats.issued += 1
-        return self._under_way(self._shared.gather([RankPieces([piece]) for piece in share], depends=True))
+        return self._under_way(self._shared.gather([RankPieces([piece]) for piece in own.share], depends=True))
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> PendingWork:
         """Send the rows of `sent`, uint8, one to each other rank in rank order, and receive theirs into `arrived`."""

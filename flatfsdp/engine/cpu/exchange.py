@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from ...errors import UsageError
 from ..base import _torch
-from ..comm.sum_tree import BlockExchange
+from ..transports.block_sums import RankBlocks
 from ..transports.pieces import RankPieces
 from .bell import Bell, OwnBell, forget_in_child, ring_value
 from .chunks import ALIGNMENT, ChunkStream
@@ -118,17 +118,10 @@ class SharedMemory:
         each = of_ranks[0].dtype.itemsize * (self.world - 1)
         return self._issue(Sum(output, of_ranks, self.rank), of_ranks[0].numel, bytes_each=each)
 
-    def sum_blocks(
-        self,
-        exchange: BlockExchange,
-        blocks: Sequence[Sequence[RankPieces]],
-        kept: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        longest: int,
-    ) -> Operation:
-        """The sums of blocks of microbatches, as of `BlockSum`. `longest`: the most elements of a rank's piece."""
-        each = outputs[0].dtype.itemsize * (self.world - 1) * exchange.most
-        return self._issue(BlockSum(exchange, blocks, kept, outputs, self.rank), longest, bytes_each=each)
+    def sum_blocks(self, own: RankBlocks) -> Operation:
+        """The sums of blocks of microbatches over ranks, of this rank's pieces."""
+        each = own.itemsize * (self.world - 1) * own.exchange.most
+        return self._issue(BlockSum(own), max(own.sizes), bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:
         """Send the rows of `sent`, uint8, one to each other rank, and receive theirs into `arrived`."""

@@ -32,9 +32,9 @@ from ..base.wait_limits import blocked
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
 from ..comm.process_group_transport import Several, as_bytes, copy, copy_unless_there
-from ..comm.sum_tree import BlockExchange
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
+from ..transports.block_sums import RankBlocks
 from ..transports.pieces import RankPieces, add_up, cut, pieces_of_ranks
 from ..transports.staged import StagedTransport, TensorList
 from .collectives import SharedMemoryExchange, SimulatedSharedMemory, waits_early_if_large
@@ -133,24 +133,12 @@ class DeterministicGloo(StagedTransport):
         way = self._shared_memory(tensor) or self._all_to_all
         return self._exchange(stream, lambda: way.all_reduce(tensor), tensor)
 
-    def sum_blocks(
-        self,
-        exchange: BlockExchange,
-        blocks: Sequence[Sequence[RankPieces]],
-        kept: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        stream: Stream,
-        *,
-        sizes: Sequence[int],
-        share: Sequence[torch.Tensor] = (),
-    ) -> PendingWork:
-        shared = self._shared_memory(outputs[0]) if exchange.most and min(sizes) else None
+    def sum_blocks(self, own: RankBlocks, stream: Stream) -> PendingWork:
+        shared = self._shared_memory(own.outputs[0]) if own.exchange.most and min(own.sizes) else None
         if not isinstance(shared, SharedMemoryExchange) or isinstance(shared, SimulatedSharedMemory):
-            return super().sum_blocks(exchange, blocks, kept, outputs, stream, sizes=sizes, share=share)
-        self.comm_stats.log("reduce_scatter", len(blocks) * sum(sizes) * outputs[0].element_size())
-        return self._exchange(
-            stream, lambda: shared.sum_blocks(exchange, blocks, kept, outputs, sizes, share), *outputs
-        )
+            return super().sum_blocks(own, stream)
+        self.comm_stats.log("reduce_scatter", len(own.blocks) * sum(own.sizes) * own.itemsize)
+        return self._exchange(stream, lambda: shared.sum_blocks(own), *own.outputs)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
         shared = self._shared_memory(sent)

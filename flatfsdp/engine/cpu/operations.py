@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from ..base import _torch
-from ..comm.sum_tree import Block, BlockExchange
+from ..comm.sum_tree import Block
+from ..transports.block_sums import RankBlocks
 from ..transports.pieces import RankPieces, add_up, cut
 from .chunks import Chunk
 
@@ -86,42 +87,32 @@ class Sum(Operation):
 class BlockSum(Operation):
     """The sums of blocks of microbatches over ranks, of this rank's pieces. [Note: tree of microbatches]"""
 
-    def __init__(
-        self,
-        exchange: BlockExchange,
-        blocks: Sequence[Sequence[RankPieces]],
-        kept: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        rank: int,
-    ) -> None:
-        """`blocks`: the pieces of all ranks, of each block of this rank; the last one's may be the last output."""
-        self._exchange, self._blocks, self._kept, self._outputs, self._rank = exchange, blocks, kept, outputs, rank
+    def __init__(self, own: RankBlocks) -> None:
+        self._own = own
         self.done = False
 
     def _begin(self, chunk: Chunk[Operation], reader: int, writer: int, number: int) -> int:
         """The offset of a block's piece for `reader` in the outbox of `writer`."""
-        each = (chunk.end - chunk.start) * self._outputs[0].dtype.itemsize
-        return chunk.offset + each * ((reader if reader < writer else reader - 1) * self._exchange.most + number)
+        each = (chunk.end - chunk.start) * self._own.itemsize
+        return chunk.offset + each * ((reader if reader < writer else reader - 1) * self._own.exchange.most + number)
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:
-        for number, of_ranks in enumerate(self._blocks):
+        own = self._own
+        for number, of_ranks in enumerate(own.blocks):
             for peer, pieces in enumerate(of_ranks):
-                if peer != self._rank:
-                    target = _view(outbox, self._begin(chunk, peer, self._rank, number), pieces, chunk)
+                if peer != own.rank:
+                    target = _view(outbox, self._begin(chunk, peer, own.rank, number), pieces, chunk)
                     pieces.copy_to(target, chunk.start)
 
     def take(self, chunk: Chunk[Operation], outboxes: Sequence[torch.Tensor | None]) -> None:
-        outputs = [output[chunk.start : chunk.end] for output in self._outputs]
-        size, dtype = outputs[0].numel(), outputs[0].dtype
-        terms: dict[Block, torch.Tensor] = {}
-        for writer, (sent, outbox) in enumerate(zip(self._exchange.of_ranks, outboxes, strict=True)):
+        own, dtype = self._own, self._own.outputs[0].dtype
+        size = own.outputs[0][chunk.start : chunk.end].nbytes
+        arrived: dict[Block, torch.Tensor] = {}
+        for writer, (sent, outbox) in enumerate(zip(own.exchange.of_ranks, outboxes, strict=True)):
             for number, block in enumerate(sent if outbox is not None else ()):
-                begin = self._begin(chunk, self._rank, writer, number)
-                terms[block] = outbox[begin : begin + size * dtype.itemsize].view(dtype)  # type: ignore[index]
-        own = [of_ranks[self._rank].contiguous(chunk.start, chunk.end) for of_ranks in self._blocks]
-        terms |= zip(self._exchange.of_ranks[self._rank], own, strict=True)
-        terms |= zip(self._exchange.kept, [each[chunk.start : chunk.end] for each in self._kept], strict=True)
-        self._exchange.add_up(terms, outputs)
+                begin = self._begin(chunk, own.rank, writer, number)
+                arrived[block] = outbox[begin : begin + size].view(dtype)  # type: ignore[index]
+        own.add_up(arrived, chunk.start, chunk.end)
 
 
 class AllToAll(Operation):

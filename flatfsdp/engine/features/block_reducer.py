@@ -20,6 +20,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..flat.gradient_slots import Window
 from ..flat.layout_views import segments_of
 from ..flat.reduction import ReductionInput
+from ..transports.block_sums import RankBlocks
 from ..transports.pieces import RankPieces, pieces_of_ranks
 from ..transports.staged import StagedTransport
 
@@ -298,7 +299,8 @@ class BlockReducer:
         if not exchange.results:
             finish()
             return DONE
-        work = self._sum(exchange, blocks, kept, outputs, stream, [output.numel()] * len(ranks))
+        own = RankBlocks(exchange, self._axis.rank, blocks, kept, outputs, [output.numel()] * len(ranks))
+        work = self._sum(own, stream)
         return work.followed_by(finish, *kept)
 
     def _pieces(self, segments: TensorGroup) -> list[RankPieces]:
@@ -318,7 +320,8 @@ class BlockReducer:
         blocks = [[RankPieces([piece]) for piece in of_ranks] for of_ranks in pieces]
         shared = tensor.view(-1).tensor_split(len(groups))
         sizes = [piece.numel() for piece in shared]
-        work = self._sum(exchange, blocks, [], [shared[self._axis.rank]], stream, sizes, shared)
+        own = RankBlocks(exchange, self._axis.rank, blocks, [], [shared[self._axis.rank]], sizes, shared)
+        work = self._sum(own, stream)
 
         def finish() -> None:
             for state in states:
@@ -326,24 +329,15 @@ class BlockReducer:
 
         return work.followed_by(finish, *whole.values())
 
-    def _sum(
-        self,
-        exchange: BlockExchange,
-        blocks: Sequence[Sequence[RankPieces]],
-        kept: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        stream: Stream,
-        sizes: Sequence[int],
-        share: Sequence[torch.Tensor] = (),
-    ) -> PendingWork:
-        if len(sizes) > 1:
+    def _sum(self, own: RankBlocks, stream: Stream) -> PendingWork:
+        if len(own.sizes) > 1:
             assert isinstance(self._transport, StagedTransport)
-            return self._transport.sum_blocks(exchange, blocks, kept, outputs, stream, sizes=sizes, share=share)
+            return self._transport.sum_blocks(own, stream)
         with stream.running():
-            own = [each[0].contiguous(0, sizes[0]) for each in blocks]
-            terms = dict(zip((*exchange.of_ranks[0], *exchange.kept), (*own, *kept), strict=True))
-            exchange.add_up(terms, outputs)
-        return stream.pending(*outputs, *own, *kept)
+            own.add_up({}, 0, own.sizes[0])
+        return stream.pending(
+            *own.outputs, *own.kept, *(each for of_ranks in own.blocks for each in of_ranks[0].pieces)
+        )
 
 
 def _joined_up(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

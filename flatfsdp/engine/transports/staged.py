@@ -21,10 +21,10 @@ from ..base.overrides import is_memoryless
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
 from ..comm.process_group_transport import ProcessGroupTransport, all_of, as_bytes, copy, is_ordered, real, wait_for
-from ..comm.sum_tree import BlockExchange
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
+from .block_sums import RankBlocks
 from .pieces import RankPieces, pieces_of_ranks
 
 SMALL = 64 * 1024  # bytes of an unsharded tensor
@@ -261,33 +261,18 @@ class StagedTransport(ProcessGroupTransport):
             wait_for(work)
             return stream.communicating(arrived, sent)
 
-    def sum_blocks(
-        self,
-        exchange: BlockExchange,
-        blocks: Sequence[Sequence[RankPieces]],
-        kept: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        stream: Stream,
-        *,
-        sizes: Sequence[int],
-        share: Sequence[torch.Tensor] = (),
-    ) -> PendingWork:
-        """The sums of blocks of microbatches over ranks, of this rank's pieces, into `outputs`, 1-D, at least one.
-        Collective. [Note: tree of microbatches]
-
-        `blocks`: of each block of this rank the pieces of all ranks, which have `sizes` elements; `kept`: this rank's
-        pieces of blocks that were exchanged before. The last output may be its piece of its last block. `share`: the
-        pieces of all ranks of a tensor in which that output is this rank's, if the others are to be filled, too.
-        """
-        rank, out = self.group.rank, outputs[0]
-        own, counts = sizes[rank], [len(sent) for sent in exchange.of_ranks]
-        self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * out.element_size())
+    def sum_blocks(self, own: RankBlocks, stream: Stream) -> PendingWork:
+        """The sums of blocks of microbatches over ranks, of this rank's pieces. Collective.
+        [Note: tree of microbatches]"""
+        rank, sizes, out = own.rank, own.sizes, own.outputs[0]
+        counts = [len(sent) for sent in own.exchange.of_ranks]
+        self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * own.itemsize)
         if is_memoryless():
             return DONE
         sent = [0 if r == rank else counts[rank] * size for r, size in enumerate(sizes)]
-        arriving = [0 if r == rank else count * own for r, count in enumerate(counts)]
+        arriving = [0 if r == rank else count * sizes[rank] for r, count in enumerate(counts)]
         with stream.running():
-            pieces = [of_ranks[r] for r in range(len(sizes)) if r != rank for of_ranks in blocks]
+            pieces = [of_ranks[r] for r in range(len(sizes)) if r != rank for of_ranks in own.blocks]
             outgoing = out.new_empty(sum(sent))
             if outgoing.numel():
                 torch.cat([piece for each in pieces for piece in each.pieces], out=outgoing)
@@ -296,19 +281,14 @@ class StagedTransport(ProcessGroupTransport):
             work = self._exchange_messages(arrived, outgoing, arriving, sent, stream)
 
         def finish() -> None:
-            landed = iter(arrived.split(own) if own else ())
-            terms = {
-                block: next(landed, out[:0])
-                for r, blocks_of in enumerate(exchange.of_ranks)
-                for block in (blocks_of if r != rank else ())
-            }
-            terms |= zip(exchange.of_ranks[rank], [each[rank].contiguous(0, own) for each in blocks], strict=True)
-            exchange.add_up(terms | dict(zip(exchange.kept, kept, strict=True)), outputs)
+            landed = iter(arrived.split(sizes[rank]) if sizes[rank] else ())
+            of_others = [blocks for r, blocks in enumerate(own.exchange.of_ranks) if r != rank]
+            own.add_up({block: next(landed, out[:0]) for each in of_others for block in each}, 0, sizes[rank])
             free()
-            if share:
-                self._share(share)
+            if own.share:
+                self._share(own.share)
 
-        return followed(work, stream, finish, outgoing, arrived, *outputs, *kept)
+        return followed(work, stream, finish, outgoing, arrived, *own.outputs, *own.kept)
 
     def _share(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send this rank's one of `pieces` to all others, and receive theirs, blocking."""
