@@ -1,4 +1,4 @@
-"""What one rank brings to the sums of blocks of microbatches over ranks. [Note: tree of microbatches]"""
+"""One rank's part in the sums of blocks of microbatches over ranks. [Note: tree of microbatches]"""
 
 from __future__ import annotations
 
