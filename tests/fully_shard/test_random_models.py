@@ -100,16 +100,21 @@ def train(rank: int, world: int, seed: int, how: How) -> list[str]:
         if encodes:
             with torch.no_grad():
                 model.units[0](torch.ones(1, WIDTH), "abc")
+        came = False
         for microbatch in range(how.microbatches):
             model.set_requires_gradient_sync(microbatch == how.microbatches - 1)
+            before = gradients_of(alone)
             for each in losses(model, rank, step, microbatch):
                 (each if scaler is None else scaler.scale(each)).backward()
             for each in itertools.chain.from_iterable(losses(alone, of, step, microbatch) for of in range(world)):
                 (each / world).backward()
+            came = any(unlike(each, before[name]) for name, each in gradients_of(alone).items())
+        if how.microbatches > 1 and not came and (in_backward or scaler is not None):
+            return []  # gradients of earlier microbatches wait for an optimizer's step [docs/limits.md]
         if scaler is not None:
             scaler.unscale_(optimizer)
         found: list[str] = []
-        if not in_backward:
+        if not in_backward and (came or how.microbatches == 1):
             expected = gradients_of(alone)
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -119,8 +124,9 @@ def train(rank: int, world: int, seed: int, how: How) -> list[str]:
             scaler.step(optimizer)
             scaler.update()
         elif not in_backward:
-            for each in model, alone:
-                assign_gradients(each, seed, step)
+            if came or how.microbatches == 1:  # else an edit of what waits for the step is refused
+                for each in model, alone:
+                    assign_gradients(each, seed, step)
             optimizer.step()
         plain.step()
         for each in model, alone:
