@@ -688,7 +688,7 @@ def test_a_part_of_a_flat_parameter_is_not_frozen_by_itself() -> None:
             assert model(torch.ones(1, 2)).requires_grad is flat
         model.module.bias.requires_grad_(False)
         with pytest.raises(flatfsdp.errors.UsageError, match="requires_grad of 'bias' was set to False after wrapping"):
-            model(torch.ones(1, 2))
+            model(torch.ones(1, 2)).sum().backward()
         model.module.bias.requires_grad_(True)
         model(torch.ones(1, 2)).sum().backward()
 

@@ -148,3 +148,20 @@ def frozen_between(rank: int, world: int, strategy: str, sync: bool) -> str:
 def test_an_original_parameter_of_a_flat_one_is_frozen_before_a_backward(pool2: Run, strategy: str, sync: bool) -> None:
     for error in pool2(frozen_between, strategy, sync):
         assert error.startswith("requires_grad of 'weight' was set to False after wrapping. With use_orig_params=False")
+
+
+def frozen_alone(rank: int, world: int, strategy: str) -> str:
+    """All original parameters are frozen before a forward, whose output would need no gradient; its error."""
+    model = wrapped(strategy, use_orig_params=False)
+    for each in (model.module.first.module, model.module.second.module):
+        each.weight.requires_grad_(False)
+        each.bias.requires_grad_(False)
+    with pytest.raises(UsageError) as error:
+        model(batch(rank, 0))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_all_original_parameters_of_flat_ones_are_frozen_before_a_forward(pool2: Run, strategy: str) -> None:
+    for error in pool2(frozen_alone, strategy):
+        assert error.startswith("requires_grad of 'weight' was set to False after wrapping. With use_orig_params=False")

@@ -421,8 +421,8 @@ class FlatFace(Face):
 
     def follow_requires_grad(self, *, of_leaves: bool = True) -> None:
         wanted = self._flat_param.requires_grad
-        if not of_leaves and wanted is self._followed:
-            return
+        if wanted is self._followed and (wanted or not of_leaves):
+            return  # a frozen leaf lacks its gradient, which is found (`check_missing`); a trained one's would be lost
         if (found := list(map(REQUIRES_GRAD, self._leaves))).count(wanted) != len(self._leaves):
             if wanted is self._followed:
                 self._refuse_of_one(found.index(not wanted))

@@ -158,12 +158,9 @@ class GradientSlots:
 
     def _move(self, grads: dict[int, torch.Tensor], *, freeing: bool = False) -> None:
         """Copy gradients, by index of their leaf, into their slots, or add them to earlier ones."""
-        numels, handle = self._memory.numels, self._memory.handle
+        handle = self._memory.handle
         indices = list(grads)
         every = indices == self._memory.indices  # as nearly always, if they were collected
-        # Other numbers of elements cannot be copied; shapes are the same up to dimensions of size one.
-        if list(map(torch.Tensor.numel, grads.values())) != (numels if every else [numels[i] for i in indices]):
-            _check_gradients(handle, grads)
         if self.buffer is None:
             # Leaves that share a counter cannot be refused one by one, while others of them are still to be read.
             self.shares = self.shares and (freeing or handle.counted is handle.leaves)

@@ -459,6 +459,8 @@ class ForwardDriver:
         return outer
 
     def _keep_unsharded(self, unit: Unit) -> None:
+        for handle in unit.handles:
+            handle.face.check_missing(range(len(handle.leaves)))
         cause = (
             f"unit {unit.label} has trainable parameters, but its forward returned no tensor that requires a "
             "gradient (or returned it inside an object that flatfsdp cannot inspect). "
