@@ -207,7 +207,8 @@ class DeterministicSums(Observer):
         self._restore()
         if ledger.step is not None and ledger.step.is_complete:
             self._end_step()
-        self._take_windows()
+        with _torch.as_plain_tensors():  # parameters may refuse to be used
+            self._take_windows()
         if ledger.step is None and running is None:
             return  # nothing to reduce
         if ledger.step is None and running is not None:
