@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "ConfigTypeError",
     "ConfigValueError",
+    "FencedError",
     "FlatFSDPError",
     "FlatFSDPWarning",
     "InternalError",
@@ -62,6 +63,10 @@ class LostRankError(AgreementError):
 
 class WaitError(AgreementError):
     """Ranks have waited for others for longer than `set_collective_timeout(raise_after=...)` allows."""
+
+
+class FencedError(LostRankError):
+    """The other ranks count this one as lost, and go on without it: it was stopped, or cut off, for too long."""
 
 
 class CheckpointError(FlatFSDPError, RuntimeError):

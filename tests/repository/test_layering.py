@@ -41,11 +41,12 @@ ROWS = (
     "engine/inspection",
     "__init__",
     "as_torch checkpoint",
+    "elastic",
     "trainer train env examples",
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 assert len(ROW_OF) == sum(len(names.split()) for names in ROWS), "a file has one row"
-ENTRIES = 20  # in flatfsdp/ at most
+ENTRIES = 21  # in flatfsdp/ at most
 PROGRAMS = frozenset(ROWS[-1].split())  # user-level code: public names only, and imports of each other
 PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.checkpoint", "flatfsdp.wrap", "flatfsdp.errors", "flatfsdp.messages"})
 
@@ -54,6 +55,7 @@ DISTRIBUTED = PROGRAMS | {
     "as_torch",
     "checkpoint",
     "comm_hooks",
+    "elastic",
     "messages",
     "engine/base/_dtensor",
     "engine/base/_torch",
@@ -226,7 +228,7 @@ def test_packages_import_what_their_docstrings_list(package: str) -> None:
 def test_tests_lie_in_rooms_named_like_packages() -> None:
     tests = PACKAGE.parent / "tests"
     packages = {name.removeprefix("engine/") for name in ROW_OF if name.startswith("engine/")}
-    others = {"checkpoint", "trainer", "repository", "tools", "harness"}
+    others = {"checkpoint", "elastic", "trainer", "repository", "tools", "harness"}
     rooms = {
         room.name
         for room in tests.iterdir()

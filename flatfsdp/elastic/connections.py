@@ -1,0 +1,112 @@
+"""The connections between the processes of a job, and how they are broken from outside.
+
+[Note: severing] A rank that waits in gloo for one that waits elsewhere does not notice that a third rank is lost: its
+own connections are whole, its wait has no other end than a time limit, and gloo's `abort` blocks as well. So the watch
+of a rank shuts its connections down (`shutdown(2)`), under the library that uses them: each wait on them ends at once
+with an error, on both sides.
+
+Only connections between ranks are: each rank publishes the two addresses of all its connections. One whose addresses
+another rank has published the other way round is a connection to that rank. That to the store is between a rank and
+another process, or is left out by its port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+Address = tuple[str, int]
+
+
+class Connection(NamedTuple):
+    """One side's view of a connection."""
+
+    own: Address
+    other: Address
+
+    @classmethod
+    def of(cls, found: object) -> Connection | None:
+        """The connection that was decoded to `found`; None if it is not one."""
+        match found:
+            case [[str(host), int(port)], [str(to), int(to_port)]]:
+                return cls((host, port), (to, to_port))
+        return None
+
+    @property
+    def reversed(self) -> Connection:
+        """The other side's view."""
+        return Connection(self.other, self.own)
+
+
+def descriptors() -> frozenset[int]:
+    """The open file descriptors of this process; empty where the system does not list them."""
+    try:
+        return frozenset(int(name) for name in os.listdir("/proc/self/fd"))
+    except OSError:
+        return frozenset()
+
+
+def open_connections() -> dict[Connection, int]:
+    """The TCP connections of this process, with their file descriptors."""
+    found = {}
+    for descriptor in descriptors():
+        with _socket(descriptor) as each:
+            if each is not None:
+                with contextlib.suppress(OSError):  # listens, or is not connected
+                    found[Connection(each.getsockname()[:2], each.getpeername()[:2])] = descriptor
+    return found
+
+
+def listening_ports() -> frozenset[int]:
+    """The TCP ports on which this process accepts connections."""
+    found = set()
+    for descriptor in descriptors():
+        with _socket(descriptor) as each:
+            if each is not None and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(each.getsockname()[1])
+    return frozenset(found)
+
+
+def sever(published: Mapping[int, Collection[Connection]], *, keep: Collection[int] = ()) -> int:
+    """Shut down all connections of this process to other ranks, given what these have published; returns how many.
+
+    `keep`: ports whose connections stay, as the store's.
+    """
+    theirs = {each.reversed for connections in published.values() for each in connections}
+    return shut(
+        descriptor
+        for connection, descriptor in open_connections().items()
+        if connection in theirs and not {connection.own[1], connection.other[1]} & {*keep}
+    )
+
+
+def shut(those: Iterable[int]) -> int:
+    """Shut down the connections with these file descriptors, as far as they are some; returns how many."""
+    count = 0
+    for descriptor in those:
+        with _socket(descriptor) as each, contextlib.suppress(OSError):
+            if each is not None:
+                each.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+@contextlib.contextmanager
+def _socket(descriptor: int) -> Iterator[socket.socket | None]:
+    """A TCP socket with that file descriptor, by a duplicate of it; None if it is something else, or just closed."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        made = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    with made:
+        yield made if made.family in (socket.AF_INET, socket.AF_INET6) and made.type == socket.SOCK_STREAM else None

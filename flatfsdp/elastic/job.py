@@ -1,0 +1,163 @@
+"""The processes of a job, as they come to agree on them: who is lost, who goes on, and who is fenced.
+
+[Note: epochs] Each process of a job has a *number*, which no other ever has. The job goes through *epochs*, each with
+its members, whose ranks follow from the order of their numbers. A process that notices a loss writes it to the store,
+once and for all, and notifies its neighbors, which read it there and notify theirs ([Note: neighbors]). Survivors then
+come to the next epoch, each with an *offer*, its versions. The first that finds there all members who are not lost
+writes the list of those who go on; whatever the others see, the list is that one.
+
+A process that is not in the list of an epoch after its own is *fenced*, although it runs: it was stopped, or cut off,
+and counted as lost. It has nothing to do with the job any more, and finds that out before it does anything for it: its
+connections to the others are shut down, and it reads the list before it goes on.
+
+Costs, in requests to the store: none in normal operation. Per loss up to 4 to report it, and 2 by each process to learn
+of it; per epoch 3 by each, and looks at the list.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..engine.base.foreign_text import parse
+from ..engine.watchdog.process_exit import print_immediately
+from ..engine.watchdog.store import StoreClient
+from ..errors import FencedError, ranks_in_words
+
+REPORT = 10.0  # seconds after which a process that waits for others in the next epoch reports these
+
+
+class Job:
+    """This process's view of the job.
+
+    Attributes:
+        own: its number.
+        epoch: the number of the present epoch.
+        members: the numbers of its members, in the order of their ranks.
+        lost: the numbers of all that were ever lost, each with words that follow "rank 3 ".
+    """
+
+    def __init__(
+        self, store: StoreClient, own: int, members: Sequence[int], *, lost_after: float, on_loss: Callable[[], None]
+    ) -> None:
+        """`on_loss` is called after new losses, also if this process is the lost one, in the thread that reads them."""
+        self.own = own
+        self.epoch = 0
+        self.members = tuple(members)
+        self.lost: dict[int, str] = {}
+        self._store = store
+        self._lost_after = lost_after
+        self._on_loss = on_loss
+        self._known = 0  # losses that were read
+        self._learning = threading.Lock()
+
+    def report(self, number: int, words: str) -> None:
+        """Write the loss of a process: `words` follow "rank 3 ". A process that counts as lost itself writes nothing:
+        to it, all others are gone."""
+        self.learn()
+        if number in self.lost or self.own in self.lost:
+            return
+        place = self._store.count("losses")
+        self._store.post(f"loss/{place}", json.dumps([number, words]))
+        self.learn()
+
+    def learn(self) -> None:
+        """Read new losses from the store. May be called from any thread."""
+        new = False
+        with self._learning:
+            while (text := self._store.read(f"loss/{self._known + 1}")) is not None:
+                self._known += 1
+                match parse(text):
+                    case [int(number), str(words)] if number not in self.lost:
+                        self.lost[number] = words
+                        new |= number in self.members
+        if new:
+            self._on_loss()
+
+    def publish(self, what: str, value: object) -> None:
+        """Write a value of this process that others may read."""
+        self._store.post(f"{what}/{self.own}", json.dumps(value))
+
+    def published(self, what: str) -> dict[int, object]:
+        """That value of each other member that has written one."""
+        others = [number for number in self.members if number != self.own]
+        found = {number: parse(self._store.read(f"{what}/{number}")) for number in others}
+        return {number: value for number, value in found.items() if value is not None}
+
+    @property
+    def losses(self) -> set[int]:
+        """The members that are lost."""
+        return self.lost.keys() & set(self.members)
+
+    def check_fence(self) -> None:
+        """
+        Raises:
+            FencedError: the others go on without this process.
+        """
+        self.learn()
+        if self.own in self.lost:
+            self._refuse(self.lost[self.own])
+        listed = self._listed(self.epoch + 1)
+        if listed is not None and self.own not in listed:
+            self._refuse("was not there when the others went on")
+
+    def go_on(self, offer: str) -> dict[int, str]:
+        """Come to the next epoch with all survivors. Returned: the offer of each of its members. `members` and `epoch`
+        are those of the new one then.
+
+        Raises:
+            FencedError: the others go on without this process.
+        """
+        epoch = self.epoch + 1
+        key = f"epoch/{epoch}"
+        self.check_fence()
+        self._store.append(f"{key}/here", json.dumps([self.own, offer]) + "\n")
+        began, reported = time.monotonic(), False
+        while (listed := self._listed(epoch)) is None:
+            here = self._offers(epoch)
+            missing = [number for number in self.members if number not in here and number not in self.lost]
+            waited = time.monotonic() - began
+            if not missing:
+                going = [number for number in self.members if number in here and number not in self.lost]
+                self._store.set_if_absent(f"{key}/members", json.dumps(going))
+            elif waited > self._lost_after:
+                for number in missing:
+                    self.report(number, f"did not come to the others for {waited:.0f} s after a loss")
+            elif waited > REPORT and not reported:
+                reported = True
+                print_immediately(
+                    f"[flatfsdp] after the loss of {self.losses_in_words()}, waiting for {ranks_in_words(missing)}, "
+                    f"for at most {self._lost_after - waited:.0f} s more"
+                )
+            time.sleep(min(0.25, 0.002 + waited / 10))
+        if self.own not in listed:
+            self._refuse(self.lost.get(self.own, "was not there when the others went on"))
+        self.epoch, self.members = epoch, tuple(listed)
+        offers = self._offers(epoch)
+        return {number: offers[number] for number in listed}
+
+    def losses_in_words(self) -> str:
+        """The lost members, in words."""
+        return "; ".join(f"rank {self.members.index(number)}, which {self.lost[number]}" for number in self.losses)
+
+    def _refuse(self, words: str) -> None:
+        raise FencedError(
+            f"the others go on without this process (number {self.own} of the job), which {words}. It takes no more "
+            "steps and writes no checkpoint. Start it again to let it join"
+        )
+
+    def _listed(self, epoch: int) -> list[int] | None:
+        match parse(self._store.read(f"epoch/{epoch}/members")):
+            case [*listed] if all(type(each) is int for each in listed):
+                return listed
+        return None
+
+    def _offers(self, epoch: int) -> Mapping[int, str]:
+        found = {}
+        for line in (self._store.read(f"epoch/{epoch}/here") or "").splitlines():
+            match json.loads(line):
+                case [int(number), str(offer)]:
+                    found[number] = offer
+        return found

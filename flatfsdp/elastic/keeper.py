@@ -1,0 +1,204 @@
+"""The last two snapshots of this rank, what it keeps of others', and how these bring a lost rank's back.
+
+[Note: two versions] A *version* is the state of all ranks after one step, as each has copied it (`Block`), with the
+parity of each group over these copies. Each rank has memory for two: one that is complete, and one that is being made.
+Ranks go back to one version, which all survivors have complete. So the memory of a version is used again only when a
+later one is complete on *all* ranks: each refresh ends in a small all-reduce over all of them.
+
+A parity is made in *rounds*, which limit the memory for what arrives: in each, members of a group exchange at most
+`ROUND` bytes with each other, and add them up.
+
+Per rank, for a block of n bytes in a group of g: memory 2 n + 2 n / (g - 1), and 2 (g - 1) `ROUND` during a refresh;
+per refresh a copy of n bytes, n bytes sent, and n received. [Note: parity]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..errors import InternalError, LostRankError, ranks_in_words
+from .parity import Parity
+from .snapshot import Block
+
+ROUND = 4 * 1024 * 1024  # bytes that a rank sends to each other member of its group at once
+
+
+class Group(Protocol):
+    """The exchanges of a version: with the members of this rank's group, and with all ranks. Each blocks the caller."""
+
+    def meet(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The numbers of each member, equally many, in the order of the group."""
+
+    def exchange(self, arrived: torch.Tensor, sent: torch.Tensor) -> None:
+        """Send each other member its row of `sent`, and receive theirs into `arrived`; shape (members - 1, n)."""
+
+    def finish(self) -> None:
+        """Return when all ranks of the job have called this."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a block in bytes."""
+
+    state: int
+    tail: int
+
+
+@dataclass
+class Version:
+    """One version on this rank. [Note: two versions]
+
+    Attributes:
+        number: of the step after which it was taken; -1 as long as there is none.
+        block: this rank's copy.
+        parity: what this rank keeps of the others; longer than needed.
+        sizes: the sizes of each member's block.
+        complete: whether parity and sizes are those of the block.
+    """
+
+    block: Block
+    parity: torch.Tensor
+    number: int = -1
+    sizes: tuple[Sizes, ...] = ()
+    complete: bool = False
+
+    @property
+    def scheme(self) -> Parity:
+        """Which bytes are kept where."""
+        return Parity(tuple(each.state + each.tail for each in self.sizes))
+
+
+class Rebuilt(NamedTuple):
+    """Bytes of the block of a lost member that this rank has rebuilt: those from `start` on."""
+
+    member: int
+    start: int
+    data: torch.Tensor
+
+
+class Keeper:
+    """This rank's versions.
+
+    Attributes:
+        members: the ranks of its group, in order; `place` is its own.
+    """
+
+    def __init__(self, members: Sequence[int], rank: int) -> None:
+        self.members = tuple(members)
+        self.place = self.members.index(rank)
+        self._versions = [Version(Block(), torch.empty(0, dtype=torch.uint8)) for _ in range(2)]
+
+    def begin(self, number: int, take: Callable[[Block], None]) -> Version:
+        """Let `take` fill the block of a new version, in the memory of the older one. No communication.
+
+        Precondition: the last refresh is finished on all ranks.
+        """
+        oldest = min(self._versions, key=lambda each: (each.complete, each.number))
+        oldest.complete, oldest.number = False, number
+        take(oldest.block)
+        return oldest
+
+    def complete(self, version: Version, group: Group) -> None:
+        """Make the parity of `version`. Collective over all ranks; may run in a thread of its own."""
+        block = version.block
+        found = group.meet((version.number, block.state, block.tail))
+        if len({number for number, _, _ in found}) > 1:
+            raise InternalError(f"members of a parity group refresh different steps: {found}")
+        version.sizes = tuple(Sizes(state, tail) for _, state, tail in found)
+        _add_up(version, self.place, group)
+        version.complete = True
+        group.finish()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the complete versions, in order."""
+        return sorted(each.number for each in self._versions if each.complete)
+
+    def version(self, number: int) -> Version:
+        """The complete version of that number."""
+        return next(each for each in self._versions if each.complete and each.number == number)
+
+    def check(self, lost: Collection[int]) -> None:
+        """
+        Raises:
+            LostRankError: two of the `lost` ranks are in this rank's group, so that nobody has their state.
+        """
+        check_losses([self.members], lost)
+
+    def parts_to_send(self, version: Version, lost: Collection[int]) -> dict[int, torch.Tensor]:
+        """By member, the bytes of this rank's block that it needs to rebuild its part of the block of a lost one."""
+        gone = [place for place, rank in enumerate(self.members) if rank in lost]
+        sent: dict[int, torch.Tensor] = {}
+        for place in range(len(self.members)) if gone else ():
+            if place not in (*gone, self.place):
+                start, stop = version.scheme.needed(gone[0], place)[self.place]
+                sent[place] = version.block.memory[start:stop]
+        return sent
+
+    def parts_to_receive(self, version: Version, lost: Collection[int]) -> dict[int, int]:
+        """By member, how many bytes of its block this rank needs."""
+        gone = [place for place, rank in enumerate(self.members) if rank in lost]
+        needed = version.scheme.needed(gone[0], self.place) if gone else {}
+        return {place: span.size for place, span in needed.items()}
+
+    def rebuild(self, version: Version, lost: Collection[int], arrived: Mapping[int, torch.Tensor]) -> Rebuilt | None:
+        """This rank's part of the block of a lost member, from the bytes of others that it has asked for; None if its
+        group has lost none."""
+        gone = [place for place, rank in enumerate(self.members) if rank in lost]
+        if not gone:
+            return None
+        start, stop = version.scheme.kept(gone[0], self.place)
+        data = version.parity[: stop - start].clone()
+        for part in arrived.values():
+            into = data[: part.numel()]
+            torch.bitwise_xor(into, part, out=into)
+        return Rebuilt(gone[0], start, data)
+
+    def sizes_of_lost(self, version: Version, lost: Collection[int]) -> dict[int, Sizes]:
+        """The sizes of the blocks of lost members, by rank."""
+        return {rank: version.sizes[place] for place, rank in enumerate(self.members) if rank in lost}
+
+
+def check_losses(groups: Sequence[Sequence[int]], lost: Collection[int]) -> None:
+    """
+    Raises:
+        LostRankError: two of the `lost` ranks are in one of `groups`, so that nobody has their state.
+    """
+    for members in groups:
+        gone = sorted(set(members) & set(lost))
+        if len(gone) > 1:
+            raise LostRankError(
+                f"{ranks_in_words(gone)} are lost at once, and both keep the state of the other: the group of "
+                f"{ranks_in_words(sorted(members))} can lose one rank between two refreshes. Go on from a checkpoint, "
+                "and choose smaller groups to survive more"
+            )
+
+
+def _add_up(version: Version, place: int, group: Group) -> None:
+    """Fill the parity of `version`, whose sizes are known, in rounds. Collective over the group."""
+    scheme, others = version.scheme, len(version.sizes) - 1
+    longest = max(scheme.chunk_sizes)
+    if version.parity.numel() < longest:
+        version.parity = torch.empty(longest, dtype=torch.uint8)
+    rows = version.block.rows(others, scheme.chunk_sizes[place])
+    for start in range(0, longest, ROUND):
+        size = min(ROUND, longest - start)
+        sent = rows[:, start : start + size]
+        if sent.shape[1] < size:  # this block is shorter than another
+            padded = torch.zeros(others, size, dtype=torch.uint8)
+            padded[:, : sent.shape[1]] = sent
+            sent = padded
+        total = version.parity[start : start + size]
+        if others == 1:
+            group.exchange(total.view(1, size), sent)
+            continue
+        arrived = torch.empty(others, size, dtype=torch.uint8)
+        group.exchange(arrived, sent.contiguous())
+        terms = arrived.view(torch.int64)  # chunks, and rounds, are multiples of 8 bytes
+        total = total.view(torch.int64)
+        torch.bitwise_xor(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            torch.bitwise_xor(total, term, out=total)

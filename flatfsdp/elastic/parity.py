@@ -1,0 +1,128 @@
+"""Which bytes of which ranks are added up where, so that the others have what a lost one had: integers only.
+
+[Note: parity] Ranks are divided into *groups*. Each member of a group of g has a *block*, its state as bytes. A block
+is cut into g - 1 *chunks*, one for each other member, and each member keeps, as its *parity*, the exclusive or of the
+chunks that are its own to keep: one of each other block. So no member keeps anything of its own block, and if one is
+lost, each other member finds the chunk that it keeps of the lost block: its parity without the chunks that the others
+still have. With two members that is a copy. If two members of one group are lost, their bytes are gone.
+
+Per rank, with blocks of `n` bytes on all members:
+
+- memory: n / (g - 1) for a parity, beside the blocks themselves;
+- sent, and received, to make it: n, whatever the size of the group;
+- sent, and received, to rebuild a lost block: at most n / (g - 1) for each other survivor, (g - 2) n / (g - 1) in all.
+
+Blocks may have different sizes: chunks are as long as their own block needs, and are added up as if zeros followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..errors import ConfigValueError, InternalError
+
+ALIGNMENT = 64  # bytes, of which each chunk but the last is a multiple
+
+
+class ByteSpan(NamedTuple):
+    """The bytes ``[start, stop)`` of a block."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.stop - self.start
+
+
+def parity_groups(world: int, size: int, nodes: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a job in groups of `size` ranks, or up to `size - 1` more where these do not divide `world`.
+
+    `nodes`: the number of each rank's machine. Members of a group are on different machines as far as possible, since a
+    machine loses all its ranks at once. All ranks compute the same groups. A job of one rank has no group.
+
+    Raises:
+        ConfigValueError: a group of less than two ranks.
+    """
+    if size < 2:
+        raise ConfigValueError(
+            f"parity groups: got {size} ranks. Accepted: at least 2, since others keep a rank's state"
+        )
+    if world < 2:
+        return ()
+    ordered = list(range(world))
+    if nodes is not None:
+        before: dict[int, int] = {}
+        number_on_node = []
+        for node in nodes:
+            number_on_node.append(before.get(node, 0))
+            before[node] = number_on_node[-1] + 1
+        ordered.sort(key=lambda rank: (number_on_node[rank], nodes[rank], rank))
+    count = max(1, world // size)
+    ends = [world * number // count for number in range(count + 1)]
+    return tuple(tuple(sorted(ordered[ends[number] : ends[number + 1]])) for number in range(count))
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The parities of one group: which bytes each member keeps of the others. [Note: parity]
+
+    Attributes:
+        sizes: the bytes of each member's block, by its number in the group.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or min(self.sizes) < 0:
+            raise InternalError(f"a parity of blocks of {self.sizes} bytes: expected two blocks at least")
+
+    @property
+    def members(self) -> int:
+        """The number of members."""
+        return len(self.sizes)
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """For each member the bytes of a chunk of its block; its last chunks may be shorter, or empty."""
+        others = self.members - 1
+        return tuple(-(-size // (others * ALIGNMENT)) * ALIGNMENT for size in self.sizes)
+
+    def kept(self, member: int, keeper: int) -> ByteSpan:
+        """The bytes of the block of `member` that are in the parity of `keeper`, another member."""
+        if member == keeper:
+            raise InternalError(f"member {member} of a parity keeps no bytes of its own block")
+        chunk = keeper if keeper < member else keeper - 1
+        size, whole = self.chunk_sizes[member], self.sizes[member]
+        return ByteSpan(min(chunk * size, whole), min((chunk + 1) * size, whole))
+
+    def size_at(self, keeper: int) -> int:
+        """The bytes of the parity of `keeper`."""
+        return max(self.kept(member, keeper).size for member in range(self.members) if member != keeper)
+
+    def sent(self, member: int) -> int:
+        """The bytes that `member` sends to the others to make their parities: its block, once."""
+        return self.sizes[member]
+
+    def received(self, keeper: int) -> int:
+        """The bytes that `keeper` receives to make its parity."""
+        return sum(self.kept(member, keeper).size for member in range(self.members) if member != keeper)
+
+    def rebuilt(self, lost: int) -> dict[int, ByteSpan]:
+        """The bytes of the block of `lost` that each other member rebuilds. They cover the block, each byte once."""
+        return {keeper: self.kept(lost, keeper) for keeper in range(self.members) if keeper != lost}
+
+    def needed(self, lost: int, keeper: int) -> dict[int, ByteSpan]:
+        """The bytes of other survivors' blocks that `keeper` needs to rebuild its part of the block of `lost`: not more
+        of each than that part has."""
+        limit = self.kept(lost, keeper).size
+        needs = {}
+        for member in range(self.members):
+            if member not in (lost, keeper):
+                start, stop = self.kept(member, keeper)
+                needs[member] = ByteSpan(start, min(stop, start + limit))
+        return needs

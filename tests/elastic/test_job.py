@@ -1,0 +1,114 @@
+"""Survivors agree on who goes on, whoever sees what when; who is not among them is fenced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from flatfsdp.elastic.job import Job
+from flatfsdp.engine.watchdog.store import StoreClient
+from flatfsdp.errors import FencedError
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def job() -> Iterator[Callable[..., list[Job]]]:
+    """Makes the views of all members of a job, all in this process."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made: list[Job] = []
+
+    def make(members: int, lost_after: float = 60.0, noticed: list[int] | None = None) -> list[Job]:
+        for number in range(members):
+
+            def on_loss(number: int = number) -> None:
+                if noticed is not None:
+                    noticed.append(number)
+
+            store = StoreClient(dist.TCPStore("127.0.0.1", server.port, is_master=False))
+            made.append(Job(store, number, range(members), lost_after=lost_after, on_loss=on_loss))
+        return made
+
+    yield make
+
+
+def learn(jobs: list[Job]) -> None:
+    for each in jobs:
+        each.learn()
+
+
+def together(jobs: list[Job]) -> dict[int, dict[int, str] | Exception]:
+    """`go_on` of each in a thread of its own, with its number as the offer."""
+    found: dict[int, dict[int, str] | Exception] = {}
+
+    def run(each: Job) -> None:
+        try:
+            found[each.own] = each.go_on(f"of {each.own}")
+        except Exception as error:
+            found[each.own] = error
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == len(jobs)
+    return found
+
+
+def test_a_loss_reaches_all_at_once_and_survivors_go_on(job: Callable[..., list[Job]]) -> None:
+    noticed: list[int] = []
+    zero, one, two, three = jobs = job(4, noticed=noticed)
+    one.report(2, "was killed")
+    assert noticed == [1]  # the others are notified
+    learn(jobs)
+    assert sorted(noticed) == [0, 1, 2, 3]
+    assert all(each.losses == {2} for each in jobs)
+    assert zero.losses_in_words() == "rank 2, which was killed"
+    found = together([zero, one, three])
+    assert all(each == {0: "of 0", 1: "of 1", 3: "of 3"} for each in found.values())
+    assert [(each.epoch, each.members) for each in (zero, one, three)] == [(1, (0, 1, 3))] * 3
+    assert not zero.losses
+    with pytest.raises(FencedError, match=r"number 2 of the job.*was killed"):
+        two.check_fence()
+    with pytest.raises(FencedError):
+        two.go_on("late")
+
+
+def test_a_second_loss_in_the_meantime_is_not_waited_for(job: Callable[..., list[Job]]) -> None:
+    zero, _, two, _ = jobs = job(4)
+    zero.report(3, "was killed")
+    learn(jobs)
+    threading.Timer(0.3, lambda: two.report(1, "has ended")).start()
+    found = together([zero, two])
+    assert all(each == {0: "of 0", 2: "of 2"} for each in found.values())
+    zero.report(2, "failed")
+    assert together([zero]) == {0: {0: "of 0"}}
+    assert (zero.epoch, zero.members) == (2, (0,))
+
+
+def test_who_does_not_come_counts_as_lost_after_a_time_and_is_fenced(job: Callable[..., list[Job]]) -> None:
+    _, one, two = job(3, lost_after=0.6)
+    one.report(0, "was killed")
+    learn([one, two])
+    assert together([one]) == {1: {1: "of 1"}}
+    with pytest.raises(FencedError, match="did not come to the others for"):
+        two.check_fence()
+
+
+def test_a_lost_process_reports_no_other(job: Callable[..., list[Job]]) -> None:
+    zero, one, two = job(3)
+    zero.report(1, "has sent nothing for 60 s")
+    one.report(0, "has ended")  # it wakes, and all its connections are closed
+    learn([two])
+    assert two.losses == zero.losses == {1}
+
+
+def test_values_of_others(job: Callable[..., list[Job]]) -> None:
+    zero, one, two = job(3)
+    one.publish("address", ["10.0.0.1", 5])
+    two.publish("address", None)
+    assert zero.published("address") == {1: ["10.0.0.1", 5]}
