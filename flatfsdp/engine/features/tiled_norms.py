@@ -14,9 +14,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ..base import _torch
 from ..base.fqns import clean
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
@@ -25,34 +27,47 @@ from ..runtime.model import Model
 from ..transports.blocking import all_reduce_now
 
 TILE = 512  # elements; a power of two
+TOGETHER = 2**20  # elements
 
 Power = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """This rank's elements of one parameter's gradient, from `start` on: 1-D, None for zeros.
+@dataclass(frozen=True, eq=False)
+class Place:
+    """This rank's elements of one parameter, from `start` to before `stop`.
 
     Attributes:
-        numel: of the parameter.
-        cuts: where shards of it end, the same on all ranks.
+        tiles: the number of the parameter's tiles.
+        ragged: those whose elements ranks exchange, the same on all ranks: those that are cut, and the last one if it
+            is not full.
     """
 
-    values: torch.Tensor | None
     start: int
-    numel: int
-    cuts: frozenset[int]
+    stop: int
+    tiles: int
+    ragged: tuple[int, ...]
+
+    @classmethod
+    def of(cls, start: int, stop: int, numel: int, ends: Iterable[int]) -> Place:
+        """`ends`: where shards of the parameter, of `numel` elements, begin or end."""
+        ragged = {end // TILE for end in (*ends, numel) if end % TILE}
+        return cls(start, stop, -(-numel // TILE), tuple(sorted(ragged)))
 
     @property
-    def tiles(self) -> int:
-        """The number of its tiles."""
-        return -(-self.numel // TILE)
+    def own_tiles(self) -> range:
+        """The tiles of which this rank has elements."""
+        return range(self.start // TILE, -(-self.stop // TILE))
 
-    @property
-    def ragged(self) -> list[int]:
-        """The tiles whose elements ranks exchange: those that are cut, and the last one if it is not full."""
-        ends = {*self.cuts, self.numel}
-        return sorted({end // TILE for end in ends if end % TILE})
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The elements of a gradient in one place: 1-D, None for zeros."""
+
+    values: torch.Tensor | None
+    place: Place
+
+
+_places: WeakKeyDictionary[FlatParamHandle, list[Place]] = WeakKeyDictionary()
 
 
 def power_sum(
@@ -75,7 +90,7 @@ def power_sum(
                 named += [(clean(unit.entries.fqn(name)), axis, piece) for name, piece in pieces]
         found += [(axis, piece) for _, axis, piece in sorted(named, key=itemgetter(0))]
     for grad in outside:
-        found.append((None, Piece(grad.detach().reshape(-1), 0, grad.numel(), frozenset())))
+        found.append((None, Piece(grad.detach().reshape(-1), Place.of(0, grad.numel(), grad.numel(), ()))))
     device, power = models[0].resources.device.device, _power(p)
     sums: list[torch.Tensor] = [torch.empty(0)] * len(found)
     by_group: dict[Any, list[int]] = {}
@@ -94,14 +109,19 @@ def power_sum(
 def _pieces(handle: FlatParamHandle, chosen: Container[int]) -> Iterator[tuple[str, Piece]]:
     """The pieces of all parameters of one handle, with their names in its unit; zeros for those that are not `chosen`,
     which may be others on other ranks."""
-    layout, grads = handle.layout, handle.face.grads_of_leaves()
-    for index, spec in enumerate(layout.params):
-        owned = [layout.span_in_param(index, rank) for rank in range(layout.world)]
-        cuts = frozenset(end for span in owned if not span.is_empty for end in (span.start, span.stop))
-        own = owned[handle.rank]
+    if (places := _places.get(handle)) is None:
+        places = _places[handle] = [_place_of(handle, index) for index in range(len(handle.leaves))]
+    grads = handle.face.grads_of_leaves()
+    for index, (spec, place) in enumerate(zip(handle.layout.params, places, strict=True)):
         grad = grads[index] if grads and id(handle.face.holder_of(index)) in chosen else None
-        values = None if grad is None or own.is_empty else dense(grad.detach())
-        yield spec.name, Piece(values, own.start, spec.numel, cuts)
+        yield spec.name, Piece(None if grad is None or place.start == place.stop else dense(grad.detach()), place)
+
+
+def _place_of(handle: FlatParamHandle, index: int) -> Place:
+    layout = handle.layout
+    owned = [layout.span_in_param(index, rank) for rank in range(layout.world)]
+    own, numel = owned[handle.rank], layout.params[index].numel
+    return Place.of(own.start, own.stop, numel, [end for s in owned if not s.is_empty for end in (s.start, s.stop)])
 
 
 def _power(p: float) -> Power:
@@ -127,30 +147,57 @@ def _sums(
     pieces: Sequence[Piece], axis: Transport | None, power: Power, device: torch.device, dtype: torch.dtype
 ) -> Sequence[torch.Tensor]:
     """The sums of the tiles of each of `pieces`; on `axis`, if there is one, ranks have different elements of them."""
-    starts = _starts(piece.tiles for piece in pieces)
-    ragged = [(number, tile) for number, piece in enumerate(pieces) for tile in piece.ragged]
+    starts = _starts(piece.place.tiles for piece in pieces)
+    ragged = [(number, tile) for number, piece in enumerate(pieces) for tile in piece.place.ragged]
     row_of = {where: row for row, where in enumerate(ragged)}
-    count = sum(piece.tiles for piece in pieces)
+    count = sum(piece.place.tiles for piece in pieces)
     both = torch.zeros(count + len(ragged) * TILE, dtype=dtype, device=device)
     sums, rows = both[:count], both[count:].view(-1, TILE)
-    for number, (piece, first) in enumerate(zip(pieces, starts, strict=True)):
-        if piece.values is None:
-            continue
-        powers = power(_magnitudes(piece.values.to(device), dtype))
-        start, stop = piece.start, piece.start + powers.numel()
-        low, high = min(-(-start // TILE) * TILE, stop), max(stop // TILE * TILE, start)
-        if low < high:
-            tiles = powers[low - start : high - start].view(-1, TILE)
-            sums[first + low // TILE : first + high // TILE] = by_halves(tiles)
-        for begin, end in ((start, min(low, stop)), (max(high, low), stop)):
-            if begin < end:
-                row = rows[row_of[number, begin // TILE]]
-                row[begin % TILE : begin % TILE + end - begin] = powers[begin - start : end - start]
+    for numbers in _together(pieces):
+        tiles = power(_in_tiles([pieces[number] for number in numbers], device, dtype)).view(-1, TILE)
+        whole: dict[int, int] = {}  # the position in `sums` of each row of `tiles`; cut: in `rows`
+        cut: dict[int, int] = {}
+        where = [(number, tile) for number in numbers for tile in pieces[number].place.own_tiles]
+        for row, (number, tile) in enumerate(where):
+            if (exchanged := row_of.get((number, tile))) is None:
+                whole[row] = starts[number] + tile
+            else:
+                cut[row] = exchanged
+        sums[[*whole.values()]] = by_halves(tiles)[[*whole]]
+        rows[[*cut.values()]] = tiles[[*cut]]
     if axis is not None:
         all_reduce_now(axis, both)
     if ragged:
         sums[[starts[number] + tile for number, tile in ragged]] = by_halves(rows)
-    return sums.split([piece.tiles for piece in pieces])
+    return sums.split([piece.place.tiles for piece in pieces])
+
+
+def _together(pieces: Sequence[Piece]) -> Iterator[list[int]]:
+    """The positions of those of `pieces` that have values, in groups of about `TOGETHER` elements."""
+    group, size = [], 0
+    for number, piece in enumerate(pieces):
+        if piece.values is None:
+            continue
+        group.append(number)
+        size += len(piece.place.own_tiles) * TILE
+        if size >= TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _in_tiles(pieces: Sequence[Piece], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The magnitudes of the elements of `pieces`, with zeros in the rest of the tiles that they begin and end in."""
+    sizes: list[int] = []
+    for place in (piece.place for piece in pieces):
+        gap = place.start % TILE
+        numel = place.stop - place.start
+        sizes += [gap, numel, len(place.own_tiles) * TILE - gap - numel]
+    tiles = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    values = [_magnitudes(piece.values.to(device), dtype) for piece in pieces if piece.values is not None]
+    _torch.foreach_copy_([*tiles.split(sizes)[1::3]], values)
+    return tiles
 
 
 def _magnitudes(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
