@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import flatfsdp
 import flatfsdp.checkpoint
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from flatfsdp.engine.features import tiled_norms
 from tests.conftest import Run
 from tests.harness.meshes import named_mesh, shared_mesh
 from tests.harness.thorough import is_thorough
@@ -248,18 +250,21 @@ def test_norm_with_parameters_outside(run: Run) -> None:
         assert run(world, with_one_outside) == [expected] * world
 
 
-def norms(rank: int, world: int) -> list[float]:
+def norms(rank: int, world: int, together: int = tiled_norms.TOGETHER) -> list[float]:
+    """`together`: of how many elements a rank adds up the tiles at once."""
     torch.manual_seed(0)
     model = wrapped(nn.Linear(37, 71), auto_wrap_policy=None)
     with flatfsdp.microbatch(0 if rank == 0 else None, of=1):
         (model(torch.randn(4, 37, generator=torch.Generator().manual_seed(0))) ** 3).mean().backward()
-    return [float(model.clip_grad_norm_(1e9, p)) for p in (0, 1, 3, 4, float("inf"))]
+    with patch.object(tiled_norms, "TOGETHER", together):
+        return [float(model.clip_grad_norm_(1e9, p)) for p in (0, 1, 3, 4, float("inf"))]
 
 
 def test_norms_of_all_orders(run: Run) -> None:
     (expected,) = run(1, norms)
     for world in (2, 3):
         assert run(world, norms) == [expected] * world
+    assert run(3, norms, 1) == [expected] * 3
 
 
 def reduced_again(rank: int, world: int) -> bool:
