@@ -260,7 +260,7 @@ class Job:
     def callbacks(self) -> tuple[Callback, ...]:
         """The callbacks of a run from the command line in addition to a bar."""
         chosen: list[Callback] = [Configuration(self.settings), MetricsLog(self.training.log_every)]
-        if self.training.plot:
+        if self.training.plot and "loss_plot" not in dict(self.training.callbacks):
             chosen.append(LossPlot())
         return (*chosen, *(self.demo.callbacks() if self.demo is not None else ()), Summary())
 

@@ -281,16 +281,30 @@ class LossPlot(Callback):
     """At the end, plot the losses of `metrics.jsonl` (see `MetricsLog`) to `loss.png` next to it, on rank 0.
 
     Without matplotlib, a line in the log has the command that installs it.
+
+    Args:
+        beside: the folder of another run, whose losses are plotted beside those of this one.
+
+    Raises:
+        ConfigValueError: as a run begins, if that folder has no metrics.
     """
 
+    def __init__(self, beside: str | Path | None = None) -> None:
+        self._beside = None if beside is None else Path(beside)
+
     def on_begin(self, trainer: Run) -> None:
+        if self._beside is not None and not (self._beside / METRICS).is_file():
+            raise ConfigValueError(f"LossPlot: beside: got {str(self._beside)!r}, which has no {METRICS}")
         if trainer.world.leads:
             keep_earlier(trainer, PICTURE)
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         if trainer.world.leads:
             try:
-                plot_loss(read_metrics(trainer.output / METRICS), trainer.output / PICTURE)
+                other = None
+                if self._beside is not None:
+                    other = str(self._beside), read_metrics(self._beside / METRICS)
+                plot_loss(read_metrics(trainer.output / METRICS), trainer.output / PICTURE, beside=other)
                 trainer.written["plot"] = trainer.output / PICTURE
             except ImportError:
                 install = "pip install '.[train]' in a clone of flatfsdp"
@@ -299,27 +313,32 @@ class LossPlot(Callback):
                 )
 
 
-def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Plot the loss of every step, the smoothed loss, and evaluations; `rows` are from `read_metrics`.
+def plot_loss(
+    rows: Sequence[Mapping[str, Any]], path: Path, *, beside: tuple[str, Sequence[Mapping[str, Any]]] | None = None
+) -> None:
+    """Plot the loss of every step, the smoothed loss, and evaluations; `rows` are from `read_metrics`. `beside`: a name
+    for another run, and its rows.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    steps = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    evaluations = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    if steps:
-        numbers, losses = zip(*steps, strict=True)
-        axes.plot(numbers, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        axes.plot(numbers, smoothed(losses), color="tab:blue", label="training")
-    if evaluations:
-        label = f"evaluation (last: {evaluations[-1][1]:.3f})"
-        axes.plot(*zip(*evaluations, strict=True), "o-", color="tab:orange", label=label)
+    others = [] if beside is None else [(beside[1], f"{beside[0]}, ", "tab:gray", "tab:red")]
+    for its, name, color, of_evaluations in ((rows, "", "tab:blue", "tab:orange"), *others):
+        steps = [(row["step"], row["loss"]) for row in its if "loss" in row]
+        evaluations = [(row["step"], row["eval_loss"]) for row in its if "eval_loss" in row]
+        if steps:
+            numbers, losses = zip(*steps, strict=True)
+            axes.plot(numbers, losses, color=color, alpha=0.25, linewidth=1)
+            axes.plot(numbers, smoothed(losses), color=color, label=f"{name}training")
+        if evaluations:
+            label = f"{name}evaluation (last: {evaluations[-1][1]:.3f})"
+            axes.plot(*zip(*evaluations, strict=True), "o-", color=of_evaluations, label=label)
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
-    if steps or evaluations:
+    if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=130)
 

@@ -319,6 +319,21 @@ def test_the_losses_as_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_losses_of_another_run_are_beside_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("adamw", "muon"):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": 1, "loss": 1.0}), json.dumps({"step": 1, "eval_loss": 0.5})]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    sizes = []
+    for plot in (LossPlot(), LossPlot(beside=str(tmp_path / "adamw"))):
+        plot.on_end(a_trainer(tmp_path / "muon"), None)  # type: ignore[arg-type]
+        sizes.append(len((tmp_path / "muon" / "loss.png").read_bytes()))
+    assert sizes[0] < sizes[1]
+    with pytest.raises(ConfigValueError, match="LossPlot: beside: got 'nowhere', which has no metrics"):
+        LossPlot("nowhere").on_begin(a_trainer(tmp_path))
+
+
 def test_without_matplotlib_the_log_reports_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
