@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .engine.transforms.extensions import FlatParamExtensions, set_extensions
+from .engine.transforms.quantized_rows import QuantizedRows
 
-__all__ = ["FlatParamExtensions", "set_extensions"]
+__all__ = ["FlatParamExtensions", "QuantizedRows", "set_extensions"]

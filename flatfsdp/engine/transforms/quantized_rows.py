@@ -1,0 +1,74 @@
+"""Storage of tensors that are quantized in blocks: each row with the scales of its blocks, as bytes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Inner(NamedTuple):
+    """One of the tensors inside: its name, its dimension of rows, and dtype and shape with that dimension first."""
+
+    name: str
+    dim: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _State(NamedTuple):
+    cls: Any
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    inner: tuple[_Inner, ...]
+
+
+class QuantizedRows:
+    """Extensions that shard frozen tensors which are made of quantized values and scales, such as torchao's int8 and
+    int4 weights: for `set_extensions`.
+
+    A row of the stored tensor is one of the parameter: the bytes of its values, and of the scales and zero points of
+    its blocks. So `Rows(k)` keeps blocks of `k` rows whole, with what dequantizes them, and any cut is put together
+    again for modules, to the bit. Tensors of which some part has no dimension of rows are refused in words, as without
+    this; trainable and plain ones are stored as they are.
+
+    Example:
+        >>> import torch
+        >>> from flatfsdp.extensions import QuantizedRows, set_extensions
+        >>> set_extensions(QuantizedRows())
+        >>> set_extensions(None)
+    """
+
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """The rows as bytes, and how to read them."""
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None or tensor.requires_grad or not tensor.dim():
+            return tensor, None
+        names, context = flatten()
+        rows = tensor.shape[0]
+        inner: list[_Inner] = []
+        columns: list[torch.Tensor] = []
+        for name in names:
+            value = getattr(tensor, name)
+            dim = next((dim for dim, size in enumerate(value.shape) if size == rows), None)
+            if dim is None or type(value) is not torch.Tensor:
+                return tensor, None
+            first = value.detach().movedim(dim, 0).contiguous()
+            inner.append(_Inner(name, dim, first.dtype, tuple(first.shape)))
+            columns.append(first.reshape(rows, -1).view(torch.uint8))
+        state = _State(type(tensor), context, tensor.shape, tuple(tensor.stride()), tuple(inner))
+        return torch.cat(columns, 1), state
+
+    def post_unflatten_transform(self, tensor: torch.Tensor, state: Any) -> torch.Tensor:
+        """The tensor of the parameter's class, of copies."""
+        found: dict[str, torch.Tensor] = {}
+        start = 0
+        for each in state.inner:
+            elements = torch.Size(each.shape[1:]).numel()
+            stop = start + elements * each.dtype.itemsize
+            values = tensor.detach()[:, start:stop].contiguous().view(each.dtype).view(each.shape)
+            found[each.name] = values.movedim(0, each.dim).contiguous()
+            start = stop
+        made: torch.Tensor = state.cls.__tensor_unflatten__(found, state.context, state.size, state.stride)
+        return made
