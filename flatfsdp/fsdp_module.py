@@ -80,7 +80,7 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-    layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | None = None,
+    layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | type[torch.optim.Optimizer] | None = None,
     deterministic_sums: bool = False,
 ) -> Given:
     """Shard the parameters of a module over ranks, in place: as FSDP2's function of that name.
@@ -118,8 +118,9 @@ def fully_shard(
             also DTensors of that mesh. Gradients that are partial sums along these dimensions are summed, and divided
             as set by `set_gradient_divide_factor`. Needs torch 2.13.
         layout: the grains of parameters, see `flatfsdp.layout`: by names of parameters or of modules, by modules, or a
-            callable `(name, parameter)` that returns a grain or None. Here they are checked: each rank has the rows
-            that `torch.chunk` gives it, and where these end inside of a grain, the call is refused. Not in FSDP2.
+            callable `(name, parameter)` that returns a grain or None; or a class of optimizers, for the grains that
+            suit it. Here they are checked: each rank has the rows that `torch.chunk` gives it, and where these end
+            inside of a grain that is not `Preferred`, the call is refused. Not in FSDP2.
         deterministic_sums: as for `FullyShardedDataParallel`. Not in FSDP2.
 
     Returns:
@@ -171,7 +172,7 @@ def fully_shard_by_policy(
     backward_prefetch: BackwardPrefetch | str | None = DEFAULT_PREFETCH,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
-    layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | None = None,
+    layout: Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] | type[torch.optim.Optimizer] | None = None,
     deterministic_sums: bool = False,
 ) -> M:
     """`fully_shard` for the modules inside `module` that a policy chooses, children first, then for `module`.

@@ -102,8 +102,9 @@ class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, S
             parameter, which optimizers that compute by row need; one with fewer rows than ranks is padded to a row per
             rank. Or the grains of parameters, which set where they may be cut, see `flatfsdp.layout`: a mapping from
             names of parameters or of modules, or from modules, or a callable `(name, parameter)` that returns a grain
-            or None; names are those in `module`, and parameters without a grain are cut anywhere. Except with "flat",
-            there is no `LOCAL_STATE_DICT`. Other state dicts and checkpoints equal "flat"'s. Not in FSDP1.
+            or None; names are those in `module`, and parameters without a grain are cut anywhere. Or a class of
+            optimizers, for the grains that suit it (`flatfsdp.layout.for_optimizer`). Except with "flat", there is no
+            `LOCAL_STATE_DICT`. Other state dicts and checkpoints equal "flat"'s. Not in FSDP1.
         deterministic_sums: whether gradients have the same bits on any number of ranks: the mean over the microbatches
             that `flatfsdp.microbatch` numbers, added up in an order that does not depend on ranks; of the whole model,
             if set for any part. Not in FSDP1.
@@ -154,7 +155,10 @@ class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, S
         check_values: str = "warn",
         reshard_after_forward: bool | int | None = None,
         join_units_below: int = JOIN_UNITS_BELOW,
-        layout: Literal["flat", "rows"] | Mapping[Any, Any] | Callable[[str, nn.Parameter], Any] = "flat",
+        layout: Literal["flat", "rows"]
+        | Mapping[Any, Any]
+        | Callable[[str, nn.Parameter], Any]
+        | type[torch.optim.Optimizer] = "flat",
         deterministic_sums: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}

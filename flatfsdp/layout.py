@@ -2,15 +2,17 @@
 
 A *grain* is given for a parameter by `layout=` of the wrapper. By default parameters are cut anywhere. `Rows(k)` keeps
 groups of `k` rows on one rank, `Blocks(k)` those of matrices in tensors of any dimension, `Blocks(k, n)` tiles,
-`Elements(n)` runs of `n` elements, and `Whole()` everything. `plan` finds shards of equal size that obey them, and
-`cheaper` names other choices if these need much padding. Both compute with shapes only, for any number of
-ranks.
+`Elements(n)` runs of `n` elements, and `Whole()` everything; `Preferred(grain)` keeps it where that needs little
+padding. `for_optimizer` has the grains that suit an optimizer, and `declared` those that parameters have themselves.
+`plan` finds shards of equal size that obey them, and `cheaper` names other choices if these need much padding. Both
+compute with shapes only, for any number of ranks.
 """
 
 from __future__ import annotations
 
+from .engine.features.optimizer_grains import for_optimizer
 from .engine.layout.layout import ParamSpec
-from .engine.planning.grains import Blocks, Elements, Grain, Rows, Whole, state_blocks
+from .engine.planning.grains import Blocks, Elements, Grain, Preferred, Rows, Whole, declared, state_blocks
 from .engine.planning.plan import cheaper, plan
 from .engine.planning.planned import PlannedLayout
 
@@ -20,9 +22,12 @@ __all__ = [
     "Grain",
     "ParamSpec",
     "PlannedLayout",
+    "Preferred",
     "Rows",
     "Whole",
     "cheaper",
+    "declared",
+    "for_optimizer",
     "plan",
     "state_blocks",
 ]

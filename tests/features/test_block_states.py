@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from flatfsdp.layout import Elements, Rows, state_blocks
 from tests.conftest import Run
 from tests.harness.corners import seeded
 from tests.harness.gradients import plain
-from tests.harness.low_bit import LowBitAdam
+from tests.harness.low_bit import LowBitAdam, Quantized
 from tests.harness.meshes import replicas_of_shards
 
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
+NAMES = "exp_avg", "exp_avg_sq"
+FP8 = "_float8_e4m3fn"
 HAS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 KINDS = ["LowBitAdam", *(pytest.param(each, marks=HAS_TORCHAO) for each in ("AdamW8bit", "AdamW4bit", "AdamWFp8"))]
 EIGHT_BITS = ["LowBitAdam", pytest.param("AdamW8bit", marks=HAS_TORCHAO)]
@@ -110,7 +113,8 @@ def of_one(optimizer: Any, named: dict[str, nn.Parameter]) -> dict[str, Any]:
             codes = value.codes.reshape(-1).view(torch.uint8)
             if 2 * codes.numel() == value.numel():
                 codes = torch.stack([codes >> 4, codes & 15], -1).reshape(-1)
-            found[f"{name}.{key}.codes"] = codes.view(value.shape)
+            form = "_4bit" if value.codes.numel() < value.numel() else "" if value.codes.dtype == torch.uint8 else FP8
+            found[f"{name}.{key}.codes{form}"] = codes.view(value.shape)
             found[f"{name}.{key}.scales"] = value.scale
     return found
 
@@ -244,6 +248,61 @@ def test_states_are_saved_by_name_and_loaded_on_other_ranks(front: str, kind: st
     for found, different in run(3, loaded, str(tmp_path / "x"), kind, other):
         assert unlike(found, before) == []
         assert different == []
+
+
+class OtherCodes(LowBitAdam):
+    """One whose codes are numbers of 8 bits."""
+
+    @staticmethod
+    def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Tensor:
+        codes = torch.zeros(p.shape, dtype=torch.float8_e4m3fn)
+        return Quantized(codes, torch.zeros(p.numel() // block_size), p.dtype)
+
+
+def of_others(rank: int, world: int) -> list[str]:
+    """What loads of the states of other low-bit optimizers say."""
+    model = wrapped("wrapper", "LowBitAdam", seeded(Net))
+    optimizer = flatfsdp.block_states(LowBitAdam(model.parameters()))
+    stepped(model, optimizer, rank, range(1))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        found = []
+        for cls, settings in ((OtherCodes, {}), (LowBitAdam, {"block_size": 128})):
+            other = flatfsdp.block_states(cls(model.parameters(), **settings))
+            mine = FullyShardedDataParallel.optim_state_dict_to_load(model, other, copy.deepcopy(saved))
+            with pytest.raises(UsageError) as caught:
+                other.load_state_dict(mine)
+            found.append(str(caught.value))
+    return found
+
+
+def test_states_of_another_low_bit_optimizer_are_refused_in_words(pool2: Run) -> None:
+    for codes, blocks in pool2(of_others):
+        assert "this OtherCodes has exp_avg.codes_float8_e4m3fn and" in codes
+        assert re.search(r"with (24|64) scales are of another low-bit.* and (48|128) scales, for blocks of 128", blocks)
+
+
+def of_another_rank(rank: int, world: int) -> str:
+    """What a step says with the states of the other rank, which has other elements."""
+    model = wrapped("wrapper", "LowBitAdam", seeded(Net))
+    optimizer = flatfsdp.block_states(LowBitAdam(model.parameters()))
+    stepped(model, optimizer, rank, range(1))
+    saved: list[Any] = [None, None]
+    torch.distributed.all_gather_object(saved, [each.numel() for each in model.parameters()])
+    mine = optimizer.state_dict()
+    for number, numel in enumerate(saved[1 - rank]):
+        if number in mine["state"]:
+            mine["state"][number] = {"step": torch.tensor(1.0), **dict.fromkeys(NAMES, torch.zeros(numel))}
+    optimizer.load_state_dict(mine)
+    model(batch(0, 0)).backward()
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_states_of_another_ranks_elements_are_refused(pool2: Run) -> None:
+    for text in pool2(of_another_rank):
+        assert "from before wrapping, or of another rank: 'exp_avg' of parameter" in text
 
 
 def refused(rank: int, world: int, kind: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def by_rows(name: str, parameter: Tensor) -> Grain | None:
 
 
 def whole_matrices(name: str, parameter: Tensor) -> Grain | None:
-    return Whole() if is_matrix(parameter) else None
+    return Whole(padding=inf) if is_matrix(parameter) else None
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -201,6 +202,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 gathers": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "rows": {"layout": by_rows},
     "whole": {"layout": whole_matrices},
+    "as the optimizer prefers": {"layout": torch.optim.Muon},
 }
 
 

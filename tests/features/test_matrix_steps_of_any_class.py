@@ -403,3 +403,47 @@ def without_a_gradient_of_its_own(rank: int, world: int) -> list[str]:
 
 def test_an_owner_without_elements_of_a_matrix_steps_on_it(pool3: Run) -> None:
     assert pool3(without_a_gradient_of_its_own) == [[]] * 3
+
+
+class Routed(nn.Module):
+    """Experts of their own, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.experts[expert](x).square().mean()
+
+
+def with_other_experts(rank: int, world: int, front: str, sees: str | None) -> list[str]:
+    """The differences to one process where each rank uses an expert of its own, and nobody the last one; the owner of
+    each is a rank that does not use it."""
+    net = seeded(Routed)
+    model: Any = fully_shard(net) if front == "fully_shard" else FullyShardedDataParallel(net, use_orig_params=True)
+    params = [*model.parameters()]
+    owners = {each: (index + 1) % world for index, each in enumerate(params)}
+    steps = flatfsdp.matrix_steps(muon, params, owners=owners, sees=sees)
+    alone = [nn.Parameter(each.detach().clone()) for each in seeded(Routed).parameters()]
+    reference = muon(alone)
+    for number in range(STEPS):
+        model(torch.full((2, 6), 0.1 * (number + rank + 1)), rank).backward()
+        gradients = whole(model, "grad")
+        used = [name for name, each in gradients.items() if each is not None]
+        assert used == [f"experts.{index}.weight" for index in range(world)], used
+        for parameter, grad in zip(alone, gradients.values(), strict=True):
+            parameter.grad = grad
+        reference.step()
+        steps.optimizer.step()
+        for parameter in params:
+            parameter.grad = None
+    (plan,) = steps.plans
+    assert plan.owners == tuple(owners.values())
+    found = zip(alone, whole(model, "data").items(), strict=True)
+    return [name for one, (name, value) in found if value is None or not torch.equal(value, one)]
+
+
+@pytest.mark.parametrize("sees", [None, "matrices"])
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
+def test_owners_take_part_in_steps_on_experts_that_only_others_use(front: str, sees: Any, pool3: Run) -> None:
+    assert pool3(with_other_experts, front, sees) == [[]] * 3

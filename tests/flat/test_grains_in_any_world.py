@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from functools import partial
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +18,11 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import MixedPrecision, StateDictType
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, FlatFSDPWarning, UsageError
-from flatfsdp.layout import Blocks, Elements, Grain, PlannedLayout, Rows, Whole
+from flatfsdp.layout import Blocks, Elements, Grain, PlannedLayout, Preferred, Rows, Whole, declared, for_optimizer
 from flatfsdp.wrap import CustomPolicy
 from tests.harness import inspect
 from tests.harness.fake import fake_world
+from tests.harness.low_bit import LowBitAdam
 
 pytestmark = pytest.mark.single_process
 
@@ -46,11 +50,11 @@ class Net(nn.Module):
 
 GRAINS: dict[str, Grain] = {
     "embedding.weight": Rows(2),
-    "blocks.0": Whole(),
+    "blocks.0": Whole(padding=inf),  # much: the model is small
     "blocks.1.0.weight": Blocks(3),
     "conv.weight": Rows(),
     "frozen": Elements(5),
-    "nothing": Whole(),
+    "nothing": Whole(padding=inf),
 }
 EXPECTED = {
     "embedding.weight": 12,
@@ -98,13 +102,13 @@ def test_names_are_those_of_the_outermost_module(policy: Any) -> None:
 def test_grains_are_given_by_modules_and_by_functions_too() -> None:
     def grain_of(name: str, parameter: nn.Parameter) -> Grain | None:
         if name.startswith("blocks.0"):
-            return Whole()
+            return Whole(padding=inf)
         return Rows(2) if parameter.shape == (12, 6) else GRAINS.get(name)
 
     with fake_world(3):
         assert grains_of(wrapped(grain_of)) == EXPECTED
         net = Net()
-        rules: Any = {net.blocks[0]: Whole(), net.head: Rows(2), "conv.weight": Rows()}
+        rules: Any = {net.blocks[0]: Whole(padding=inf), net.head: Rows(2), "conv.weight": Rows()}
         rules |= {name: GRAINS[name] for name in ("frozen", "blocks.1.0.weight")}
         assert grains_of(FSDP(net, layout=rules, use_orig_params=True)) == EXPECTED
 
@@ -135,7 +139,7 @@ def test_parameters_on_the_meta_device_have_their_grains() -> None:
         (
             3,
             ConfigTypeError,
-            r"layout: got 3 \(int\). Accepted: .*a mapping from names or modules to grains, or a call",
+            r"layout: got 3 \(int\). Accepted: .*a mapping from names or modules to grains, a callable",
         ),
         ({"blocks.0": 3}, ConfigTypeError, r"layout\['blocks.0'\]: got 3 \(int\). Accepted: Elements\(\), Rows\(\)"),
         (
@@ -176,7 +180,7 @@ def test_parameters_that_a_call_does_not_shard_are_refused() -> None:
             FSDP(net, use_orig_params=True, layout={"blocks.0.0.weight": Rows()})
         with pytest.raises(UsageError, match=r"layout\['frozen'\]: this parameter is ignored. Give grains only to"):
             FSDP(net, use_orig_params=True, layout={"frozen": Rows()}, ignored_states=[net.frozen])
-        rest = FSDP(net, use_orig_params=True, layout={"blocks": Whole()})
+        rest = FSDP(net, use_orig_params=True, layout={"blocks": Whole(padding=inf)})
         assert grains_of(rest)["blocks.0.0.weight"] == 30 and grains_of(rest)["blocks.1.2.weight"] == 60
 
 
@@ -218,6 +222,145 @@ def test_much_padding_is_reported_with_cheaper_choices() -> None:
         FSDP(nn.Linear(16, 64), layout={"weight": Rows(32)}, use_orig_params=True)
     text = str(caught[0].message)
     assert "shards over 2 ranks with 4 replicas" in text and "Rows(count=8) for Rows(count=32)" in text
+
+
+def matrices(*shapes: tuple[int, int]) -> nn.Sequential:
+    """Linear layers with weights of these shapes."""
+    return nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
+
+
+def test_whole_parameters_that_add_much_padding_are_refused_with_the_choices() -> None:
+    net = matrices((16, 16), (8, 16))
+    before = [each.detach().clone() for each in net.parameters()]
+    with fake_world(2), pytest.raises(ConfigValueError) as caught:
+        FSDP(net, layout={"0.weight": Whole()}, use_orig_params=True)
+    text = str(caught.value)
+    assert "of a unit of 0.weight, 1.weight, Whole() is refused for 0.weight: padding adds 33.33% to 384 ele" in text
+    assert "Whole(padding=0.05) of '0.weight' with 256 elements, where an equal part of all has 192" in text
+    assert "Preferred(Whole()) cuts what does not fit" in text
+    assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
+    with fake_world(2):  # they add nothing if they fit, and what is asked for if it is permitted
+        FSDP(matrices((16, 16), (16, 16)), layout={"0.weight": Whole()}, use_orig_params=True)
+        FSDP(net, layout={"0.weight": Whole(padding=0.4)}, use_orig_params=True)
+
+
+def test_padding_that_other_grains_add_is_no_fault_of_whole_parameters() -> None:
+    layout: Any = {"0.weight": Whole(), "1.weight": Rows(16)}
+    with fake_world(4), pytest.warns(FlatFSDPWarning, match="layout: of a unit of .*padding adds"):
+        FSDP(matrices((2, 16), (32, 16)), layout=layout, use_orig_params=True)
+
+
+def test_shards_with_whole_parameters_have_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatfsdp.engine.wrapping import chosen_grains
+
+    monkeypatch.setattr(chosen_grains, "memory_of", lambda device: 1000)
+    message = r"Whole\(\) is refused for 0.weight: a shard has 1,024 bytes, more than the memory of cpu, 1,000"
+    with fake_world(2), pytest.raises(ConfigValueError, match=message):
+        FSDP(matrices((16, 16)), layout={"0.weight": Whole(padding=inf)}, use_orig_params=True)
+
+
+def test_this_machine_has_memory() -> None:
+    from flatfsdp.engine.wrapping import chosen_grains
+
+    found = chosen_grains.memory_of(torch.device("cpu"))
+    assert found is not None and found > 2**28
+
+
+def test_the_summary_has_what_is_cut_in_spite_of_a_preferred_grain() -> None:
+    with fake_world(2):
+        net = matrices((32, 16), (8, 8), (8, 8))
+        model = FSDP(net, layout=lambda name, parameter: Preferred(Whole()), use_orig_params=True)
+        assert grains_of(model) == {"1.weight": 64, "2.weight": 64}
+        text = flatfsdp.summary(model)
+    assert "float32 by grains, 1 cut where their grains need too much padding" in text
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(4, 3, 5))
+        self.matrix = nn.Parameter(torch.zeros(6, 10))
+        self.frozen = nn.Parameter(torch.zeros(6, 10), requires_grad=False)
+        self.vector = nn.Parameter(torch.zeros(10))
+        self.filters = nn.Parameter(torch.zeros(2, 2, 2, 2))
+
+    def forward(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    "layout", [torch.optim.Muon, partial(torch.optim.Muon, lr=0.1), for_optimizer(torch.optim.Muon)]
+)
+def test_a_class_of_optimizers_gives_the_grains_that_suit_it(layout: Any) -> None:
+    with fake_world(2):
+        assert grains_of(FSDP(Experts(), layout=layout, use_orig_params=True)) == {"experts": 15, "matrix": 60}
+
+
+def test_other_classes_of_optimizers_give_grains() -> None:
+    with fake_world(2):
+        whole = FSDP(Experts(), layout=torch.optim.Adafactor, use_orig_params=True)
+        assert grains_of(whole) == {"experts": 60, "matrix": 60, "vector": 10, "filters": 16}
+        sees: Any = for_optimizer(torch.optim.SGD, sees="matrices")
+        assert grains_of(FSDP(Experts(), layout=sees, use_orig_params=True)) == {"experts": 15, "matrix": 60}
+        net = matrices((64, 64), (64, 60))
+        assert grains_of(FSDP(net, layout=LowBitAdam, use_orig_params=True)) == {"0.weight": 256}
+        layout = partial(LowBitAdam, block_size=128)
+        assert grains_of(FSDP(matrices((64, 64)), layout=layout, use_orig_params=True)) == {"0.weight": 128}
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "message"),
+    [
+        (
+            torch.optim.AdamW,
+            UsageError,
+            "not known what torch.optim.adamw.AdamW has to see.*element-wise optimizer nee",
+        ),
+        (nn.Linear, ConfigTypeError, "layout: got .*, or a class of optimizers"),
+    ],
+)
+def test_classes_without_grains_are_refused_in_words(layout: Any, error: type[Exception], message: str) -> None:
+    with fake_world(2), pytest.raises(error, match=message):
+        FSDP(Experts(), layout=layout, use_orig_params=True)
+    with pytest.raises(ConfigTypeError, match="for_optimizer: optimizer: got"):
+        for_optimizer(nn.Linear)
+    with pytest.raises(ConfigValueError, match="for_optimizer: sees: got 'rows'"):
+        for_optimizer(torch.optim.SGD, sees="rows")
+
+
+def test_parameters_declare_grains_of_their_own() -> None:
+    def made() -> nn.Sequential:
+        net = matrices((16, 16), (16, 16), (16, 16))
+        net[0].weight.fsdp_grain = net[1].weight.fsdp_grain = Rows(4)
+        net[2].weight.quant_state = SimpleNamespace(blocksize=64)  # packed: two weights in a byte of float32 elements
+        return net
+
+    with fake_world(2):
+        for layout in (declared, {"1.weight": Rows(2)}):
+            model = FSDP(made(), layout=layout, use_orig_params=True)
+            its = 64 if layout is declared else 32
+            assert grains_of(model) == {"0.weight": 64, "1.weight": its, "2.weight": 8}
+        assert grains_of(FSDP(made(), use_orig_params=True)) == {}  # not asked for
+
+
+def test_layers_share_the_costs_of_whole_matrices_evenly() -> None:
+    """Each of four layers has two matrices of one size, of which one costs more: on the same rank in each of them, they
+    would take that rank twice as long."""
+
+    def layer() -> nn.Sequential:
+        return matrices((64, 64), (1024, 4))
+
+    with fake_world(2):
+        net = nn.Sequential(*(layer() for _ in range(4)))
+        layout = lambda name, parameter: Whole()  # noqa: E731
+        policy = CustomPolicy(lambda module: isinstance(module, nn.Sequential) and module is not net)
+        model = FSDP(net, layout=layout, auto_wrap_policy=policy, use_orig_params=True)
+        holders = []
+        for unit in inspect.units(model):
+            for flat in unit.flat_params:
+                index = next(i for i, spec in enumerate(flat.layout.params) if spec.shape == (64, 64))
+                holders.append(next(rank for rank in (0, 1) if flat.layout.span_in_param(index, rank).numel))
+    assert sorted(holders) == [0, 0, 1, 1]
 
 
 def test_local_state_dicts_are_refused_in_words() -> None:

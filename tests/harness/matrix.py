@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import combinations, islice, product
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -142,7 +143,7 @@ CROSSED: dict[str, tuple[Any, ...]] = FACTORS | {
 
 def grain_by_shape(name: str, parameter: torch.Tensor) -> Grain | None:
     """Some grain of each kind, and none: the same for tied parameters, which have several names."""
-    grains = (Rows(), None, Whole(), Blocks(2), Elements(3), Rows(2))
+    grains = (Rows(), None, Whole(padding=inf), Blocks(2), Elements(3), Rows(2))
     return grains[sum(parameter.shape) % len(grains)]
 
 

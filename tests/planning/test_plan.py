@@ -9,9 +9,10 @@ from math import prod
 import pytest
 
 import flatfsdp
+from flatfsdp.engine.features.matrix_adapters import elements_cost
 from flatfsdp.engine.features.post_forward import layout_over
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
-from flatfsdp.engine.planning.grains import Blocks, Elements, Grain, Rows, Whole
+from flatfsdp.engine.planning.grains import BUDGET, Blocks, Elements, Grain, Preferred, Rows, Whole
 from flatfsdp.engine.planning.plan import cheaper, plan
 from flatfsdp.engine.planning.planned import PlannedLayout
 from flatfsdp.errors import ConfigTypeError, ConfigValueError, InternalError
@@ -179,6 +180,51 @@ def test_whole_matrices_of_a_llama_layer_on_two_ranks() -> None:
 def test_parameters_without_cuts_take_a_rank_each_at_least() -> None:
     layout = plan([ParamSpec("w", (8, 8)), ParamSpec("b", (8,))], {"w": Whole()}, world=4)
     assert (layout.shard_numel, layout.padding) == (64, 4 * 64 - 72)
+
+
+def test_whole_matrices_are_divided_by_cost_where_shards_stay_as_small() -> None:
+    shapes = {"square": (64, 64), "other": (64, 64), "long": (1024, 4), "short": (4, 1024)}
+    params = [ParamSpec(name, shape) for name, shape in shapes.items()]
+    grains: dict[str, Grain] = {name: Whole() for name in shapes}
+
+    def holders(layout: PlannedLayout, world: int) -> dict[str, int]:
+        return {layout.params[each.index].name: rank for rank in range(world) for each in layout.owned(rank)}
+
+    layout = plan(params, grains, world=2)
+    found = holders(layout, 2)
+    assert layout.padding == 0 and found["square"] != found["other"] and found["long"] != found["short"]
+    assert holders(plan(params, grains, world=4, loads=(0, 9**9, 0, 9**9)), 4)["square"] in (0, 2)
+    by_elements: dict[str, Grain] = {name: Whole(cost=elements_cost) for name in shapes}
+    assert plan(params, by_elements, world=2).padding == 0
+
+
+def test_of_preferred_grains_the_largest_are_given_up_first() -> None:
+    params = [ParamSpec("table", (100, 10)), *(ParamSpec(f"p{index}", (10, 10)) for index in range(4))]
+    grains: dict[str, Grain] = {param.name: Preferred(Whole()) for param in params}
+    layout = plan(params, grains, world=2)
+    assert layout.given_up == ("table",) and layout.padding <= BUDGET * 1400
+    assert dict(zip([param.name for param in layout.params], layout.grains, strict=True))["p0"] == 100
+    assert plan(params, grains, world=1).given_up == ()
+    everywhere = plan(params, grains, world=64)
+    assert len(everywhere.given_up) == 5 and everywhere.padding < 64
+    assert cheaper(everywhere, grains) is None
+    others: dict[str, Grain] = grains | {"p0": Whole()}  # in whose padding there is room for the small ones
+    assert plan(params, others, world=64).given_up == ("table",)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_preferred_grains_take_at_most_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(10):
+        params, grains = random_unit(rng)
+        world, align = rng.choice([2, 3, 4, 8, 33]), rng.choice([1, 4])
+        preferred: dict[str, Grain] = {name: Preferred(grain) for name, grain in grains.items()}  # type: ignore[arg-type]
+        layout, free = (plan(params, each, world=world, align=align) for each in (preferred, {}))
+        # Free ones are placed in the order of declaration, with gaps for alignment of their own.
+        gaps = world * align * len(params)
+        assert layout.padding <= free.padding + BUDGET * sum(param.numel for param in params) + gaps
+        padding.check(layout)
+        assert plan(params, preferred, world=world, align=align) == layout
 
 
 def test_alignment_may_need_more_than_the_parameters() -> None:

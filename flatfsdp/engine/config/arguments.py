@@ -385,12 +385,19 @@ def _one_of(argument: str, value: Any, *choices: str) -> Any:
 
 def _layout(value: Any) -> Any:
     """Grains are resolved later, where the model's parameters are known by name."""
-    if isinstance(value, Mapping) or (callable(value) and not isinstance(value, (type, str))):
+    if isinstance(value, Mapping) or (callable(value) and not isinstance(value, str) and not _is_other_class(value)):
         return value
     if not isinstance(value, str):
-        accepted = '"flat", "rows", a mapping from names or modules to grains, or a callable (name, parameter) -> grain'
+        accepted = (
+            '"flat", "rows", a mapping from names or modules to grains, a callable (name, parameter) -> grain, or a '
+            "class of optimizers"
+        )
         refuse_type("layout", value, accepted)
     return _one_of("layout", value, "flat", "rows")
+
+
+def _is_other_class(value: object) -> bool:
+    return isinstance(value, type) and not issubclass(value, torch.optim.Optimizer)
 
 
 def _check_combination(config: Config) -> Config:

@@ -5,15 +5,14 @@ with a scale; and only those of parameters that have enough elements, and whole 
 both would depend on the number of ranks. So parameters are cut between blocks (`layout.state_blocks`), and the sizes of
 whole parameters decide which states are quantized: then a state has the bits that it has in one process.
 
-For state dicts, a quantized state is two plain ones: *codes*, a byte for each element, split as the parameter is, and
-*scales*, one for each block, of which every rank gets all. So they are saved by name, and cut for any number of ranks.
-A step, or `load_state_dict()`, puts them together again.
+For state dicts, a quantized state is two plain ones: *codes*, a byte for each element, split as the parameter is, with
+how to read them in their name; and *scales*, one for each block, of which every rank gets all. So they are saved by
+name, and cut for any number of ranks. A step, or `load_state_dict()`, puts them together again.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..base import _dtensor
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
-from ..guards.optimizer_hooks import steps_on_wholes
+from ..guards.optimizer_hooks import check_shapes, give_wholes, steps_on_wholes
 from ..layout.layout import Span
 from ..models import param_registry as registry
 from ..models.rest import quiesce
@@ -59,6 +58,7 @@ class BlockStates:
         self.optimizer, self._of_class = own, own._new_buffer
         self._slots: dict[int, Slot | None] = {}
         self._facts: Any = None
+        self._codes = CODES + _form_of(self._quantized_zeros(torch.zeros(int(own.block_size)), True))
 
     def attach(self) -> None:
         """Let them be blocks of whole parameters from now on.
@@ -72,7 +72,7 @@ class BlockStates:
         self.optimizer._new_buffer = self._new_state
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_load_state_dict_pre_hook(self._before_loading)
-        steps_on_wholes[self.optimizer] = weakref.ref(self)
+        give_wholes(self.optimizer, self, blocks=True)
 
     def slot_of(self, parameter: torch.Tensor) -> Slot | None:
         """The place of a parameter in its model; None if it is in no unit.
@@ -166,7 +166,7 @@ class BlockStates:
                 local = self._local(slot, value)
                 codes = _codes_of(local) if local.numel() else torch.zeros_like(local, dtype=torch.uint8)
                 divided.setdefault(slot, {})[name] = {
-                    name + CODES: like_holder(slot, codes.reshape(-1)),
+                    name + self._codes: like_holder(slot, codes.reshape(-1)),
                     name + SCALES: scales.to(local.device, copy=True).as_subclass(KeptWhole),
                 }
         for slot, parts in divided.items():
@@ -181,21 +181,33 @@ class BlockStates:
         return slot.handle.face.local_of(value)
 
     def _join(self, slot: Slot, state: State) -> None:
-        """The inverse of `_divide` for one parameter; nothing if its states are quantized ones. No communication."""
-        if not any(str(key).endswith(CODES) for key in state):
+        """The inverse of `_divide` for one parameter; nothing if its states are quantized ones. No communication.
+
+        Raises:
+            UsageError: they were coded otherwise than this optimizer does.
+        """
+        if not any(CODES in str(key) for key in state):
             return
         block = int(self.optimizer.block_size)
         found: State = {}
         for key, value in state.items():
-            name = key.removesuffix(CODES).removesuffix(SCALES)
+            name = key.partition(CODES)[0].removesuffix(SCALES)
             if name == key:
                 found[key] = value
             elif name not in found:
+                scales = state[name + SCALES].as_subclass(torch.Tensor)
+                if name + self._codes not in state or scales.numel() * block != slot.spec.numel:
+                    kinds = sorted(each for each in state if CODES in each)
+                    raise UsageError(
+                        f"block_states: the optimizer states {', '.join(kinds)} of {slot.name} with {scales.numel():,} "
+                        f"scales are of another low-bit optimizer: this {type(self.optimizer).__name__} has {name}"
+                        f"{self._codes} and {slot.spec.numel // block:,} scales, for blocks of {block}. Load them into "
+                        "one of the class and block size with which they were saved"
+                    )
                 made = found[name] = self._new_state(slot.parameter, name == AVERAGE)
                 local = self._local(slot, made)
                 if local.numel():
-                    codes = self._local(slot, state[name + CODES])
-                    scales = state[name + SCALES].as_subclass(torch.Tensor)
+                    codes = self._local(slot, state[name + self._codes])
                     _fill(local, codes, scales.narrow(0, slot.start // block, local.numel() // block))
         state.clear()
         state.update(found)
@@ -207,6 +219,7 @@ class BlockStates:
                 state = optimizer.state.get(parameter)
                 if state and (slot := self.slot_of(parameter)) is not None:
                     self._join(slot, state)
+                    check_shapes(optimizer, parameter, slot.name)
 
     @torch.no_grad()
     def _before_loading(self, optimizer: torch.optim.Optimizer, state_dict: State) -> State:
@@ -230,12 +243,20 @@ class BlockStates:
         found: State = {"step": torch.tensor(0.0)}
         for name in NAMES[: 3 if group["amsgrad"] else 2]:
             if self.is_quantized(slot):
-                found[name + CODES] = torch.zeros_like(like, dtype=torch.uint8)
+                found[name + self._codes] = torch.zeros_like(like, dtype=torch.uint8)
                 scales = torch.zeros(slot.spec.numel // int(self.optimizer.block_size), device=like.device)
                 found[name + SCALES] = scales.as_subclass(KeptWhole)
             else:
                 found[name] = torch.zeros_like(like)
         return found
+
+
+def _form_of(local: Any) -> str:
+    """The end of the key of codes, which are read in one way only; "" for 8 bits."""
+    if 2 * local.codes.numel() == local.numel():
+        return "_4bit"
+    dtype = local.codes.dtype
+    return "" if dtype in (torch.uint8, torch.int8) else "_" + str(dtype).removeprefix("torch.")
 
 
 def _codes_of(local: Any) -> torch.Tensor:
@@ -262,9 +283,10 @@ def block_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     and cuts inside of blocks are refused: wrap with `layout=flatfsdp.layout.state_blocks()`. Under `fully_shard`, the
     rows of a rank must be whole blocks.
 
-    `FullyShardedDataParallel.optim_state_dict` and checkpoints have `exp_avg.codes`, a byte for each element, and
-    `exp_avg.scales` in place of `exp_avg`, for any number of ranks and any cuts; so has one process that calls this.
-    That is collective. `optimizer_in_backward` and schedulers work as before.
+    `FullyShardedDataParallel.optim_state_dict` and checkpoints have `exp_avg.codes` (`codes_4bit`, or
+    `codes_float8_e4m3fn`), a byte for each element, and `exp_avg.scales` in place of `exp_avg`, for any number of ranks
+    and any cuts; so has one process that calls this. That is collective. `optimizer_in_backward` and schedulers work as
+    before.
 
     Args:
         optimizer: over parameters of models that were wrapped before (`use_orig_params=True`, or `fully_shard`). It is

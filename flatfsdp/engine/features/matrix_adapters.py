@@ -17,8 +17,7 @@ import torch
 from ...errors import UsageError
 from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import ParamSpec, Span
-
-Shape = tuple[int, ...]
+from ..planning.grains import Shape, matrix_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,6 @@ def _matrices(spec: ParamSpec) -> list[Seen]:
     return [Seen(Span(0, size).shift(size * number), tuple(shape), None, number) for number in range(experts)]
 
 
-def newton_schulz_cost(shape: Shape) -> int:
-    """The multiplications of one iteration of Newton and Schulz: of a matrix with its transpose, of the square that
-    results with itself, and with the matrix."""
-    least, most = min(shape), max(shape)
-    return 2 * least * least * most + least**3
-
-
 def elements_cost(shape: Shape) -> int:
     """The number of elements."""
     return prod(shape)
@@ -102,7 +94,8 @@ class Adapter:
     in_parts: bool = False
 
 
-def _check_muon(group: Mapping[str, Any], dtype: torch.dtype) -> None:
+def check_muon(group: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Refuse settings with which torch's Muon goes wrong."""
     if dtype.is_complex:
         raise UsageError(f"its dtype is {dtype}, but torch's Muon steps on real matrices")
     # Without nesterov the update is the momentum itself, which is not copied if it is in bfloat16 already.
@@ -113,11 +106,11 @@ def _check_muon(group: Mapping[str, Any], dtype: torch.dtype) -> None:
         )
 
 
-MATRICES = Adapter(_matrices, newton_schulz_cost)
+MATRICES = Adapter(_matrices, matrix_cost)
 TENSORS = Adapter(_whole, elements_cost)
 ROOTS = Adapter(_whole, roots_cost)
 NAMED: Mapping[str, Adapter] = {"matrices": MATRICES, "tensors": TENSORS, "shampoo": ROOTS}
 ADAPTERS: Mapping[type[torch.optim.Optimizer], Adapter] = {
-    torch.optim.Muon: Adapter(_matrices, newton_schulz_cost, _check_muon, in_parts=True),
+    torch.optim.Muon: Adapter(_matrices, matrix_cost, check_muon, in_parts=True),
     torch.optim.Adafactor: TENSORS,
 }

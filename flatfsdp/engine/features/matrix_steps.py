@@ -25,7 +25,7 @@ from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
 from ..flat.flat_param import FlatParameter
-from ..guards.optimizer_hooks import is_at_work, looking, steps_on_wholes
+from ..guards.optimizer_hooks import give_wholes, is_at_work, looking, steps_on_wholes
 from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
@@ -107,7 +107,7 @@ class MatrixSteps:
         looking.add(weakref.ref(self, looking.discard))
         self._has_wholes = True  # whether there may be states of whole matrices, on any rank
         self._began = False  # whether there was a step, or a load of states
-        steps_on_wholes[optimizer] = weakref.ref(self)
+        give_wholes(optimizer, self)
 
     @property
     def plans(self) -> tuple[OwnerPlan, ...]:
@@ -163,7 +163,7 @@ class MatrixSteps:
         for hook in self._hooks:
             hook.remove()
         looking.discard(weakref.ref(self))
-        steps_on_wholes.pop(self.optimizer, None)
+        give_wholes(self.optimizer, None)
 
     @torch.no_grad()
     def to_shards(self) -> None:
@@ -246,7 +246,8 @@ class MatrixSteps:
     def _found(self) -> _Steps:
         """The present parameters of the optimizer; found again after changes of its param groups or of models."""
         groups = self.optimizer.param_groups
-        facts = registry.generation, adoptions.count, [list(map(id, group["params"])) for group in groups]
+        held = [[(id(each), each.dtype) for each in group["params"]] for group in groups]
+        facts = registry.generation, adoptions.count, held
         if self._steps is None or self._steps.facts != facts:
             self._steps = self._find(facts)
         return self._steps

@@ -21,6 +21,7 @@ from ..base._dtensor import is_dtensor
 from ..base._torch import muon_functions
 from ..layout.layout import Span
 from ..state.parts import assembled, cut
+from .matrix_adapters import check_muon
 from .matrix_exchange import IN_PARTS, OTHER_STATE, Entry, Slot, Whole
 
 MOMENTUM = "momentum_buffer"  # as in the state of torch's Muon
@@ -53,8 +54,13 @@ class MuonSteps:
         return IN_PARTS + OTHER_STATE * (not fits or found.shape != parameter.shape)
 
     def prepare(self, entries: Sequence[Entry]) -> None:
-        """Make the momentum of distributed tensors of which this rank has no elements, too: it is one of the whole."""
+        """Make the momentum of distributed tensors of which this rank has no elements, too: it is one of the whole.
+
+        Raises:
+            UsageError: settings, which a state dict may have brought, with which a step goes wrong.
+        """
         for slot in {entry.slot: None for entry in entries}:
+            check_muon(self._optimizer.param_groups[slot.group], slot.parameter.dtype)
             if is_dtensor(slot.parameter):
                 self._momentum_of(slot)
 

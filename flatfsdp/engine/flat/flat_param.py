@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import ClassVar, NoReturn
@@ -217,6 +217,7 @@ class FlatParamHandle:
             shard = pin(shard)
         for owned in () if on_meta else layout.owned(rank):
             shard[owned.in_shard.slice].copy_(dense(values[owned.index])[owned.in_param.slice])
+        options = replace(options, plan=None)  # it may hold functions, which a pickle cannot
         return cls(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
 
     @property

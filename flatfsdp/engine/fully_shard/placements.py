@@ -18,10 +18,12 @@ from ...api import Config, ShardingStrategy
 from ...errors import ConfigValueError, refuse_type
 from ..base import _dtensor
 from ..dtensor.gather_hooks import has_gather_hooks
+from ..features.optimizer_grains import is_optimizer
 from ..flat.layout_views import stored_in_order
 from ..layout.layout import ParamSpec
 from ..models.param_registry import owner_of
 from ..parts.strides import stride_by_rows
+from ..planning.grains import Preferred
 from ..wrapping.chosen_grains import ChosenGrains, chosen_grains
 from .meshes import ChosenMesh
 
@@ -66,8 +68,11 @@ def grains_in(root: nn.Module, given: Any, config: Config) -> ChosenGrains:
     """
     if given is None:
         return ChosenGrains()
-    if not isinstance(given, Mapping) and (not callable(given) or isinstance(given, type)):
-        accepted = "None, a mapping from names or modules to grains, or a callable (name, parameter) -> grain"
+    if not isinstance(given, Mapping) and not is_optimizer(given) and (not callable(given) or isinstance(given, type)):
+        accepted = (
+            "None, a mapping from names or modules to grains, a callable (name, parameter) -> grain, or a class of "
+            "optimizers"
+        )
         refuse_type("layout", given, accepted)
     chosen = chosen_grains(root, config.replace(layout=given))
     assert isinstance(chosen, ChosenGrains)
@@ -83,8 +88,8 @@ def check_grains(root: nn.Module, grains: ChosenGrains, placed: Mapping[nn.Param
     """
     grain_of = {module._parameters[attribute]: grain for (module, attribute), grain in grains.items()}
     for name, parameter in root.named_parameters() if grain_of else ():
-        if parameter not in placed or (grain := grain_of.get(parameter)) is None:
-            continue
+        if parameter not in placed or (grain := grain_of.get(parameter)) is None or isinstance(grain, Preferred):
+            continue  # what is preferred whole, and cut by rows, is exchanged
         dim, mesh = placed[parameter]
         shape = tuple(_local(parameter).shape)
         spec = ParamSpec(name, shape, stride_by_rows(shape, dim))

@@ -88,11 +88,37 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = 
 _installed = False
 
 
-def sees_wholes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` looks at whole matrices, and was not given them."""
+class _DefaultsOfWholes(dict[str, Any]):
+    """The defaults of an optimizer in `steps_on_wholes`: copies and pickles, which lack its hooks, have them as well.
+
+    Attributes:
+        seen: what it sees, and the remedy where it is not given that.
+    """
+
+    seen: tuple[str, str]
+
+
+def give_wholes(optimizer: torch.optim.Optimizer, states: StatesOfWholes | None, *, blocks: bool = False) -> None:
+    """Let `states` be those of an optimizer of whole matrices, or of `blocks`; None: it steps on shards as they are."""
+    if states is None:
+        del steps_on_wholes[optimizer]
+        optimizer.defaults = dict(optimizer.defaults)
+    else:
+        steps_on_wholes[optimizer] = weakref.ref(states)
+        optimizer.defaults = marked = _DefaultsOfWholes(optimizer.defaults)
+        marked.seen = _BLOCKS if blocks else _MATRICES
+
+
+def _sees(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     cls = type(optimizer)
     known = _SEE_WHOLES.get(f"{cls.__module__}.{cls.__qualname__}")
-    return known is _MATRICES and optimizer not in steps_on_wholes
+    return known or getattr(getattr(optimizer, "defaults", None), "seen", None)
+
+
+def sees_wholes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` looks at whole matrices, and was not given them."""
+    found = _sees(optimizer)
+    return found is not None and found[0] == _MATRICES[0] and optimizer not in steps_on_wholes
 
 
 def guard_optimizers() -> None:
@@ -250,7 +276,7 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
                     f"{cls.__name__} computes products over all parameters, but ranks have parts of them: each would "
                     "take steps of its own. Wrap with NO_SHARD, or use fully_shard, whose DTensors are whole to it"
                 )
-    known = _SEE_WHOLES.get(f"{cls.__module__}.{cls.__qualname__}")
+    known = _sees(optimizer)
     if known is None or optimizer in steps_on_wholes:
         return
     seen, remedy = known
@@ -267,6 +293,19 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
                     f"would compute something else. {remedy}, for copies of an optimizer again"
                     f"{handle.face.words.or_remedy}"
                 )
+
+
+def check_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, where: str) -> None:
+    """Raise UsageError if a state of `parameter`, found `where`, has another shape than this rank's part of it."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+            raise UsageError(
+                f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has shape "
+                f"{tuple(value.shape)}, but this rank's shard of it has {tuple(parameter.shape)}. Build the optimizer "
+                "after wrapping, or wrap before its first step; and save and load "
+                "FullyShardedDataParallel.optim_state_dict(model, optimizer), because optimizer.state_dict() holds the "
+                "pieces of one rank"
+            )
 
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -312,17 +351,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
             if handle.face.holder_of(index) is not parameter:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
-            # A step of these is collective, and checks the states of all ranks: an error here would be on one rank.
-            of_shard = {} if optimizer in steps_on_wholes else optimizer.state.get(parameter, {})
-            for key, value in of_shard.items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
-                    raise UsageError(
-                        f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has "
-                        f"shape {tuple(value.shape)}, but this rank's shard of it has {tuple(parameter.shape)}. Build "
-                        "the optimizer after wrapping, or wrap before its first step; and save and load "
-                        "FullyShardedDataParallel.optim_state_dict(model, optimizer), because optimizer.state_dict() "
-                        "holds the pieces of one rank"
-                    )
+            if optimizer not in steps_on_wholes:  # they check their states themselves, some on all ranks together
+                check_shapes(optimizer, parameter, where)
     for model in registry.models if strangers else ():
         for module in model.outermost.entries if model.setup.placed else ():  # modules may be deleted before the model
             check_registered(module, model.units, among=strangers)

@@ -352,6 +352,8 @@ def _kind(unit: Unit, handle: FlatParamHandle) -> str:
     cut = {"flat": "", "rows": " in rows", "planned": " by grains"}[handle.options.layout]
     if isinstance(layout, PlannedLayout) and len(layout.segments) > 1:
         cut += f" in {len(layout.segments)} segments"
+    if isinstance(layout, PlannedLayout) and layout.given_up:
+        cut += f", {len(layout.given_up)} cut where their grains need too much padding"
     return f"{_dtype(precision.master)}{frozen}{cast}{packed}{bits}{cut}"
 
 

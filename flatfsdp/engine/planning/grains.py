@@ -6,7 +6,8 @@ A layout knows the numbers only. [Note: grains]
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import lcm, prod
 
 from torch import nn
 
@@ -93,9 +94,30 @@ class Blocks:
         return None if self.rows % 2 or self.columns is not None else Blocks(self.rows // 2)
 
 
+Shape = tuple[int, ...]
+BUDGET = 0.05  # the padding that is worth a grain, as a part of the parameters' elements
+
+
+def matrix_cost(shape: Shape) -> int:
+    """The multiplications of one iteration of Newton and Schulz: of a matrix with its transpose, of the square that
+    results with itself, and with the matrix; for each matrix of a tensor. For a vector its elements."""
+    if len(shape) < 2:
+        return prod(shape)
+    least, most = sorted(shape[-2:])
+    return prod(shape[:-2]) * (2 * least * least * most + least**3)
+
+
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """No cuts: one rank has the complete parameter."""
+    """No cuts: one rank has the complete parameter. Ranks get about the same `cost` of these.
+
+    Attributes:
+        padding: the most that these may add to shards, as a part of the elements of their unit. More is refused.
+        cost: of an optimizer's step on a tensor of some shape, in any unit.
+    """
+
+    padding: float = BUDGET
+    cost: Callable[[Shape], int] = field(default=matrix_cost, repr=False)
 
     def elements(self, param: ParamSpec) -> int:
         """The number of elements at whose multiples `param` may be cut: all."""
@@ -106,7 +128,25 @@ class Whole:
         return None
 
 
-Grain = Elements | Rows | Blocks | Whole
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """The cuts of `grain` where they add little padding to shards; else anywhere, those of large parameters first.
+
+    Optimizers that see whole matrices prefer them whole: `matrix_steps` exchanges those that are cut.
+    """
+
+    grain: Elements | Rows | Blocks | Whole
+
+    def elements(self, param: ParamSpec) -> int:
+        """The number of elements at whose multiples `param` is best cut."""
+        return self.grain.elements(param)
+
+    def finer(self) -> Grain | None:
+        """None: it is cut anywhere instead."""
+        return None
+
+
+Grain = Elements | Rows | Blocks | Whole | Preferred
 
 
 LEAST_QUANTIZED = 4096  # the elements from which on torchao quantizes the states of a parameter
@@ -121,6 +161,20 @@ def state_blocks(block: int = 256) -> Callable[[str, nn.Parameter], Grain | None
         return grain if parameter.numel() >= LEAST_QUANTIZED and parameter.numel() % block == 0 else None
 
     return grain_of
+
+
+def declared(name: str, parameter: nn.Parameter) -> Grain | None:
+    """The grain that a parameter declares itself: a value for `layout=`, which is read for parameters without another
+    grain in any mapping and function there.
+
+    It is the attribute `fsdp_grain`; of packed weights as bitsandbytes' 4-bit ones, the bytes that share a scale.
+    """
+    found: Grain | None = getattr(parameter, "fsdp_grain", None)
+    block = getattr(getattr(parameter, "quant_state", None), "blocksize", None)
+    if found is None and isinstance(block, int):
+        size = parameter.element_size()  # elements are stored as some dtype, two of the weight in each byte
+        found = Elements(lcm(max(1, block // 2), size) // size)
+    return found
 
 
 def _at_most(param: ParamSpec, elements: int) -> int:

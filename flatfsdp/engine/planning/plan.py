@@ -18,6 +18,8 @@ any case, since `PlannedLayout` verifies all cuts itself.
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,24 +27,29 @@ from math import lcm
 
 from ...errors import ConfigValueError, did_you_mean
 from ..layout.layout import FlatLayout, ParamSpec
-from .grains import Elements, Grain
+from .grains import BUDGET, Elements, Grain, Preferred, Whole
 from .planned import PlannedLayout
 
 Item = tuple[int, int]  # the elements of a parameter, and its grain
 
-BUDGET = 0.05  # the padding, as a part of the parameters' elements, from which on `cheaper` names other choices
 _ANYWHERE = Elements()
 _TIE = 1000  # padding is compared in units of 1 / _TIE of the parameters' elements
 
 
 def plan(
-    params: Iterable[ParamSpec], grains: Mapping[str, Grain] | None = None, *, world: int, align: int = 1
+    params: Iterable[ParamSpec],
+    grains: Mapping[str, Grain] | None = None,
+    *,
+    world: int,
+    align: int = 1,
+    loads: Sequence[int] = (),
 ) -> PlannedLayout:
     """A layout of ``params`` in shards of equal size for ``world`` ranks, cut only where ``grains`` allow it.
 
     Every parameter is contiguous and starts at a multiple of ``align`` elements. Parameters may be in another order
-    than given. ``grains`` are by name; parameters without one are cut anywhere. The result depends on the arguments
-    only, so it is the same on all ranks. [Note: plans]
+    than given. ``grains`` are by name; parameters without one are cut anywhere, and so are those with a `Preferred` one
+    that costs more than `BUDGET`. ``loads`` are the costs of whole parameters that ranks have in other units. The
+    result depends on the arguments only, so it is the same on all ranks. [Note: plans]
 
     Raises:
         ConfigValueError: a grain that does not suit its parameter, or of none; ``world`` or ``align`` below 1.
@@ -55,22 +62,54 @@ def plan(
         ([('bias', '[0, 3)'), ('up', '[3, 33)'), ('down', '[33, 45)')], 23)
     """
     params = tuple(params)
-    items = tuple(_items(params, grains or {}))
+    if align < 1:
+        raise ConfigValueError(f"expected align of at least 1, found {align}")
+    wanted, given_up = _affordable(params, dict(grains or {}), world, align)
+    items = tuple(_items(params, wanted))
     if world <= 1 or all(grain == 1 for _, grain in items):
         packed = FlatLayout.pack(params, world=world, align=align, pad_total=True)
         members = zip(packed.spans, params, items, strict=True)
         offsets = [(span.start, param, grain) for span, param, (_, grain) in members]
-        return PlannedLayout.of_pieces([(packed.shard_numel, offsets)], world=world, align=align)
-    if align < 1:
-        raise ConfigValueError(f"expected align of at least 1, found {align}")
-    return PlannedLayout.of_pieces(
-        (
+        pieces = [(packed.shard_numel, offsets)]
+    else:
+        costs = [cost_of(param, wanted.get(param.name)) for param in params]
+        pieces = [
             (segment.piece, [(first, params[index], items[index][1]) for first, index in segment.offsets])
-            for segment in _search(items, world, align)
-        ),
-        world=world,
-        align=align,
-    )
+            for segment in _balanced(_search(items, world, align), items, costs, world, align, loads)
+        ]
+    return PlannedLayout.of_pieces(pieces, world=world, align=align, given_up=given_up)
+
+
+def cost_of(param: ParamSpec, grain: Grain | None) -> int:
+    """The cost of a parameter that a `grain` keeps whole, on whatever rank; 0 of another one."""
+    grain = grain.grain if isinstance(grain, Preferred) else grain
+    return grain.cost(param.shape) if isinstance(grain, Whole) and param.numel else 0
+
+
+def _affordable(
+    params: Sequence[ParamSpec], grains: dict[str, Grain], world: int, align: int
+) -> tuple[dict[str, Grain], tuple[str, ...]]:
+    """The grains, without those preferred ones that add too much padding, and the names for which these were. The
+    fewest are given up, first those of the largest parameters."""
+    preferred = [param for param in params if isinstance(grains.get(param.name), Preferred)]
+    names = [param.name for param in sorted(preferred, key=lambda param: -param.numel)]
+
+    def without(count: int) -> dict[str, Grain]:
+        return {name: grain for name, grain in grains.items() if name not in {*names[:count]}}
+
+    def padding(count: int) -> int:
+        items = tuple(_items(params, without(count)))
+        return sum(segment.piece for segment in _search(items, world, align)) * world
+
+    fewest, most = 0, len(names) if world > 1 else 0
+    allowed = padding(most) + int(BUDGET * sum(param.numel for param in params)) if most else 0
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if padding(middle) <= allowed:
+            most = middle
+        else:
+            fewest = middle + 1
+    return without(most), tuple(names[:most])
 
 
 def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float = BUDGET) -> str | None:
@@ -97,7 +136,8 @@ def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float
             changed = sorted({f"{finer[name]} for {grain}" for name, grain in grains.items() if finer[name] != grain})
             choices.append(f"{', '.join(changed)} ({its:.2%})")
             break
-    size, name = max((grain.elements(param), param.name) for param in params if (grain := grains.get(param.name)))
+    kept = {name: grain for name, grain in grains.items() if name not in layout.given_up}
+    size, name = max((grain.elements(param), param.name) for param in params if (grain := kept.get(param.name)))
     within = "; ".join(choices) or "no finer grains, and no shards over fewer ranks"
     return (
         f"padding adds {found:.2%} to {total:,} elements in equal shards for {world} ranks, more than {budget:.2%}. "
@@ -139,6 +179,19 @@ class _Segment:
         end = first + item[0]
         self.gaps[gap : gap + 1] = [each for each in ((start, first), (end, stop)) if each[0] < each[1]]
         self.offsets.append((first, index))
+
+    def pour_on(self, rank: int, index: int, item: Item) -> bool:
+        """Place a parameter in the first gap of one rank's piece that it fits in; False if there is none."""
+        low, high = rank * self.piece, (rank + 1) * self.piece
+        for gap in range(max(0, bisect_right(self.gaps, (low, high)) - 1), len(self.gaps)):
+            start, stop = self.gaps[gap]
+            first = _round_up(max(start, low), self.align)
+            if first + item[0] <= min(stop, high):
+                self.put(index, item, gap, first)
+                return True
+            if start >= high:
+                break
+        return False
 
     def pour(self, index: int, item: Item) -> bool:
         """Place a parameter in the first gap that it fits in; False if there is none."""
@@ -200,8 +253,11 @@ class _Contents:
                 others.append(index)
         return cls(items, alike, others)
 
-    def fill(self, piece: int, world: int, align: int) -> _Segment | None:
-        """A segment with pieces of `piece` elements; None if the parameters do not fit in it."""
+    def fill(
+        self, piece: int, world: int, align: int, costs: Sequence[int] = (), loads: Sequence[int] = ()
+    ) -> _Segment | None:
+        """A segment with pieces of `piece` elements; None if the parameters do not fit in it. With `costs`, those that
+        have one are first, the largest on the rank with the smallest of the `loads` that has room for it."""
         segment = _Segment(piece, align, [(0, piece * world)] if piece else [])
         waiting = {item: indices.copy() for item, indices in self.alike.items()}
         left = sum(item[0] * len(indices) for item, indices in waiting.items())
@@ -219,7 +275,20 @@ class _Contents:
             left -= item[0]
             if not waiting[item]:
                 del waiting[item]
-        return segment if all(segment.pour(index, self.items[index]) for index in self.others) else None
+        costly = sorted((index for index in self.others if costs and costs[index]), key=lambda index: -costs[index])
+        idle = [(load, rank) for rank, load in enumerate(loads)]
+        heapq.heapify(idle)
+        for index in costly:
+            full = []
+            while idle and not segment.pour_on(idle[0][1], index, self.items[index]):
+                full.append(heapq.heappop(idle))
+            if not idle:
+                return None
+            heapq.heapreplace(idle, (idle[0][0] + costs[index], idle[0][1]))
+            for each in full:
+                heapq.heappush(idle, each)
+        others = (index for index in self.others if not costs or not costs[index])
+        return segment if all(segment.pour(index, self.items[index]) for index in others) else None
 
 
 def _is_blocked(item: Item) -> bool:
@@ -284,9 +353,37 @@ def _search(items: tuple[Item, ...], world: int, align: int) -> tuple[_Segment, 
             below = shard - total // world // _TIE  # for more segments
             if below * world <= total:
                 break
-    for segment in best:
-        segment.offsets.sort(key=lambda each: (each[0], items[each[1]][0]))
     return tuple(best)
+
+
+def _balanced(
+    found: Sequence[_Segment],
+    items: Sequence[Item],
+    costs: Sequence[int],
+    world: int,
+    align: int,
+    loads: Sequence[int],
+) -> list[_Segment]:
+    """Segments with the same pieces as those that were `found`, in which the largest sum of a rank's `loads` and the
+    `costs` of its whole parameters is smaller, if there is such an arrangement."""
+    chosen: list[_Segment] = []
+    sums = [*loads] or [0] * world
+    for segment in found:
+        contents = _Contents.of(items, (index for _, index in segment.offsets))
+        other = contents.fill(segment.piece, world, align, costs, sums) if any(costs) else None
+        ways = [(each, _with_costs(each, costs, sums)) for each in (segment, other) if each is not None]
+        best, sums = min(ways, key=lambda way: max(way[1]))
+        best.offsets.sort(key=lambda each: (each[0], items[each[1]][0]))
+        chosen.append(best)
+    return chosen
+
+
+def _with_costs(segment: _Segment, costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+    sums = [*loads]
+    for first, index in segment.offsets:
+        if costs[index]:
+            sums[first // segment.piece] += costs[index]
+    return sums
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -21,13 +21,20 @@ class PlannedLayout(FlatLayout):
 
     Attributes:
         grains: for each parameter its grain, in elements. [Note: grains]
+        given_up: the names of parameters that are cut anywhere, though another grain was preferred.
     """
 
     grains: tuple[int, ...] = ()
+    given_up: tuple[str, ...] = ()
 
     @classmethod
     def of_pieces(
-        cls, segments: Iterable[tuple[int, Sequence[tuple[int, ParamSpec, int]]]], *, world: int, align: int = 1
+        cls,
+        segments: Iterable[tuple[int, Sequence[tuple[int, ParamSpec, int]]]],
+        *,
+        world: int,
+        align: int = 1,
+        given_up: tuple[str, ...] = (),
     ) -> PlannedLayout:
         """Place segments one after the other, each given as the elements of a rank's piece, and its parameters in
         order: (first element in the segment, parameter, grain). Segments start at multiples of ``align`` elements."""
@@ -45,7 +52,7 @@ class PlannedLayout(FlatLayout):
             end = start + piece * world
             shard_numel += piece
             made.append(Segment(Span(start, end), Span(len(params) - len(members), len(params))))
-        return cls(tuple(params), tuple(spans), world, end, shard_numel, align, tuple(made), tuple(grains))
+        return cls(tuple(params), tuple(spans), world, end, shard_numel, align, tuple(made), tuple(grains), given_up)
 
     def __post_init__(self) -> None:
         """Verify what every layout does, and that pieces end at multiples of the grains of parameters that they cut.

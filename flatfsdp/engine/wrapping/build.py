@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...api import BackwardPrefetch, Config, MixedPrecision
-from ...errors import UsageError, few, warn, warn_once
+from ...errors import UsageError, warn
 from ..agreement.agreement import Agreement
 from ..agreement.checksums import InitialChecksums
 from ..agreement.process_groups import plan_groups, resolve_groups
@@ -69,7 +69,6 @@ from ..models.rest import wait_for_gradients
 from ..models.walks import ignore, ignored_of, leaves_of, modules_of, param_refs_of, units_in
 from ..parts.strides import stride_by_rows
 from ..planning.grains import Grain
-from ..planning.plan import cheaper, plan
 from ..planning.planned import PlannedLayout
 from ..planning.rows import pack_rows
 from ..runtime.entries import Entries, WeakModules, plain_class
@@ -82,7 +81,7 @@ from ..state.model.submodules import watch
 from ..state.optim.stamp import stamp_state_dicts
 from ..transforms.extensions import Transform, TransformedParam, transform, transformed_in, users_transforms
 from .auto_wrap import check_called
-from .chosen_grains import ChosenGrains
+from .chosen_grains import ChosenGrains, plan_unit
 from .exchanges import EXCHANGES
 from .init_sync import meeting_axes, reporting_failure, synchronize
 from .materialize import compute_device, materialize, move_buffers, replace_referenced
@@ -352,6 +351,7 @@ def _flatten(
         kind = leaf.dtype, leaf.requires_grad, id(leaf) in packed, on_meta, keeps_rows, its is not None
         kinds.setdefault((mesh_of[id(leaf)], *kind), []).append((leaf, path))
     made = []
+    rows = pack_rows if config.layout == "rows" else None
     for (mesh, _, trainable, is_packed_kind, *_, is_extended), members in kinds.items():
         grains = {path: grain_of[id(leaf)] for leaf, path in members if id(leaf) in grain_of}
         options = FlatParamOptions(
@@ -362,7 +362,7 @@ def _flatten(
             trainable=trainable,
             packed=is_packed_kind,
             layout=config.layout if isinstance(config.layout, str) else "planned" if grains else "flat",
-            plan=partial(plan, grains=grains) if grains else pack_rows if config.layout == "rows" else None,
+            plan=_planning(config, grains, members[0][0], mesh, device) if grains else rows,
         )
         if is_extended:
             options = ExtendedOptions.of(options, [hooks[id(leaf)] for leaf, _ in members])
@@ -377,10 +377,18 @@ def _flatten(
             parts=parts,
             strides=strides,
         )
-        if isinstance(handle.layout, PlannedLayout) and (words := cheaper(handle.layout, grains)):
-            warn_once(words, f"layout: of a unit of {few([path for _, path in members])}, {words}")
         made.append((handle, mesh))
     return made
+
+
+def _planning(
+    config: Config, grains: Mapping[str, Grain], leaf: nn.Parameter, mesh: DataMesh, device: torch.device
+) -> Callable[..., PlannedLayout]:
+    """Makes the layout of a kind that has `leaf`."""
+    shard = mesh.groups.shard
+    loads = config.layout.loads.setdefault(tuple(shard.ranks), [0] * shard.size)
+    home = torch.device("cpu") if config.cpu_offload.offload_params else device
+    return partial(plan_unit, grains=grains, loads=loads, itemsize=leaf.element_size(), device=home)
 
 
 def _fsdp1_faces(config: Config) -> Faces:
