@@ -177,12 +177,13 @@ def _by_itself() -> Iterator[None]:
         warnings.simplefilter("ignore")
         enabled = gc.isenabled()
         gc.disable()
-        gc.freeze()  # existing objects are skipped: collections inside are short
+        # Existing objects are skipped: collections inside are short. They stay frozen, as `conftest` has frozen most of
+        # them: the collector would go through them all after each program.
+        gc.freeze()
         try:
             yield
             gc.collect()
         finally:
-            gc.unfreeze()
             if enabled:
                 gc.enable()
 

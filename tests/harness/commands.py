@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
 import multiprocessing.process
+import multiprocessing.resource_tracker
 import os
 import runpy
 import signal
@@ -109,12 +110,13 @@ class Command:
 
 @contextmanager
 def started(
-    *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0
+    *arguments: object, folder: Path, environment: Mapping[str, str], limit: float = 300.0, cleans_up: bool = True
 ) -> Iterator[Command]:
-    """``python ARGUMENTS`` in `folder`; killed at the end of the context."""
+    """``python ARGUMENTS`` in `folder`; killed at the end of the context. With ``cleans_up=False``, another process
+    removes the semaphores that it leaves when it is killed, as for a started interpreter."""
     texts = [str(each) for each in arguments]
     with tempfile.TemporaryDirectory(prefix="flatfsdp-command-") as printed:
-        process = _Printing(target=_main, args=(texts, str(folder)), name=" ".join(texts))
+        process = _Printing(target=_main, args=(texts, str(folder), False, cleans_up), name=" ".join(texts))
         process.files = f"{printed}/out", f"{printed}/err"
         process.environment = dict(environment)
         process.start()
@@ -141,7 +143,7 @@ def torchrun(
     return run(*launcher, *arguments, folder=folder, environment=environment, limit=limit)
 
 
-def _main(arguments: list[str], folder: str, unbuffered: bool = False) -> None:
+def _main(arguments: list[str], folder: str, unbuffered: bool = False, cleans_up: bool = True) -> None:
     os.chdir(folder)
     multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # where the ranks that it spawns start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,6 +152,8 @@ def _main(arguments: list[str], folder: str, unbuffered: bool = False) -> None:
     multiprocessing.context._concrete_contexts["spawn"] = _Forking()  # type: ignore[attr-defined]
     # Its address is that of the server that forked this process, which runs as long as any of its processes.
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    if not cleans_up:
+        multiprocessing.resource_tracker._resource_tracker._fd = None  # that of the tests
     if "torch.distributed.run" in arguments:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 

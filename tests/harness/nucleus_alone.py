@@ -1,5 +1,5 @@
 """A program that trains with the nucleus of the engine alone: `python -m tests.harness.nucleus_alone RANK WORLD
-FILE`.
+FILE`. Rank 0 then trains by itself, too.
 
 Every other file of flatfsdp is blocked from import, except the errors, the public values, `base` and `config`. It makes
 its units itself, and compares every loss with that of a plain model on the data of all ranks.
@@ -42,25 +42,34 @@ def block() -> None:
 
 
 def main(rank: int, world: int, file: str) -> None:
-    """Train every case."""
+    """Train every case on all ranks, and on rank 0 alone."""
     block()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
+    play(rank, world, dist.FileStore(file, world))
+    if rank == 0:
+        play(0, 1, dist.HashStore())
+    found = {name.split(".")[2] for name in sys.modules if name.startswith("flatfsdp.engine.")}
+    print("imported:", *sorted(found))
+
+
+def play(rank: int, world: int, store: Any) -> None:
+    """Train every case."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     for case, settings in CASES.items():
         if world == 1 and settings.get("strategy", "").startswith(("HYBRID", "_HYBRID")):
             continue
         try:
             train(rank, world, **settings)
         except BaseException as error:
-            error.add_note(f"case: {case}")
+            error.add_note(f"case: {case}, on {world} ranks")
             raise
     dist.barrier()
     dist.destroy_process_group()
-    found = {name.split(".")[2] for name in sys.modules if name.startswith("flatfsdp.engine.")}
-    print("imported:", *sorted(found))
 
 
 CASES: dict[str, dict[str, Any]] = {

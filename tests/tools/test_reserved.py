@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import pytest
 
+from tests.harness import fresh
 from tools.benchmark.models import GPT, Case, GPTBlock
 from tools.reserved.allocator import MIB
 from tools.reserved.training import Figures, measure
@@ -19,14 +18,16 @@ SMALL = Case("small", partial(GPT, 512, 64, 256, 2, 4), GPTBlock, 64, 512, 1)
 PARAMETERS = 2 * (12 * 256**2 + 13 * 256) + 2 * 512 * 256 + 64 * 256 + 2 * 256
 
 
-def _measured(engine: str, ranks: int) -> Figures:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        return fresh.submit(measure, SMALL, engine, ranks).result(timeout=120)
+def measured(rank: int, world: int, engine: str) -> Figures:
+    """In a process that has imported torch and has not trained."""
+    return measure(SMALL, engine, 8)
 
 
 @pytest.mark.parametrize("engine", ["flatfsdp", "flatfsdp-front", "fsdp1", "fsdp2"])
 def test_each_engine_trains_and_holds_its_shards_the_moments_and_workspaces_between_steps(engine: str) -> None:
-    found = _measured(engine, 8)
+    (outcome,) = fresh.run(1, measured, engine)
+    assert outcome.exit_code == 0, outcome
+    found = outcome.result
     wanted = 3 * 4 * PARAMETERS / 8 + 65 * MIB
     assert wanted <= found.between <= wanted + MIB  # small tensors are rounded up
     assert found.between < found.allocated <= found.in_use < found.reserved

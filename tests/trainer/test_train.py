@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,9 @@ def test_a_plain_start_trains_on_two_ranks_and_reports(text: Path, tmp_path: Pat
 
 
 def test_under_torchrun_it_joins_the_world(text: Path, tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flatfsdp.train"]
     options = ["--steps", "4", "--no-plot", "--no-progress", "--strategy", "shard_grad_op", "--accumulate", "2"]
-    done = start(*launcher, *TINY, *options, "--text", text, folder=tmp_path)
+    job = ["-m", "flatfsdp.train", *TINY, *options, "--text", text]
+    done = commands.torchrun(2, *job, folder=tmp_path, environment=environment())
     assert done.returncode == 0, done.stderr
     found = facts(done.stdout)
     assert done.stdout.count("summary\n") == 1
@@ -159,16 +160,39 @@ def wait_for_a_step(folder: Path) -> None:
         time.sleep(0.1)
 
 
+ENDLESS = ["-m", "flatfsdp.train", *TINY, *"--steps 100000 --no-plot --no-progress --output run --text".split()]
+
+
+def running_in(folder: Path) -> list[str]:
+    """The processes in that folder."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # it has ended, or is of another user
+            found += [each.parent.name] * (each.readlink() == folder)
+    return found
+
+
+def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path) -> None:
+    """At once where it was killed."""
+    where: dict[str, Any] = {"folder": tmp_path, "environment": environment()}
+    with commands.started(*ENDLESS, text, cleans_up=False, **where) as running:
+        wait_for_a_step(tmp_path / "run")
+        assert len(running_in(tmp_path)) >= 3
+        running.send_signal(signal.SIGKILL)
+        assert running.wait().returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while running_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not running_in(tmp_path)
+    assert not [*(tmp_path / "run").glob("step-*")]
+
+
 # To a whole group a signal goes in a terminal, too, and SIGTERM to ranks in test_resume.py.
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -9), *([(signal.SIGTERM, 143)] if is_thorough() else [])]
-)
-def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path, number: int, code: int) -> None:
-    """At once where it was killed; with a checkpoint where it got a signal to stop, for example by `timeout`, which
-    sends it to all processes of its group."""
-    options = ["--steps", "100000", "--no-plot", "--no-progress", "--text", str(text), "--output", "run"]
+@pytest.mark.skipif(not is_thorough(), reason="starts interpreters")
+def test_so_they_do_where_their_group_gets_a_signal(text: Path, tmp_path: Path) -> None:
+    """With a checkpoint: a signal to stop, for example by `timeout`, which sends it to all processes of its group."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "flatfsdp.train", *TINY, *options],
+        [sys.executable, *ENDLESS, str(text)],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -178,22 +202,19 @@ def test_ranks_end_with_the_process_that_started_them(text: Path, tmp_path: Path
     )
     try:
         wait_for_a_step(tmp_path / "run")
-        process.send_signal(number)
-        if number == signal.SIGTERM:
-            os.killpg(process.pid, number)
+        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         message, _ = process.communicate(timeout=300)  # until no process holds the other end of the pipe: no rank does
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == code, message
-    assert ("stopped by" in message) == (number != signal.SIGKILL)
-    assert bool([*(tmp_path / "run").glob("step-*")]) == (number != signal.SIGKILL)
+    assert process.returncode == 143, message
+    assert "stopped by" in message
+    assert [*(tmp_path / "run").glob("step-*")]
 
 
 def test_ranks_end_with_the_process_that_started_them_where_only_it_gets_a_signal(text: Path, tmp_path: Path) -> None:
-    options = ["--steps", "100000", "--no-plot", "--no-progress", "--text", text, "--output", "run"]
-    command = ["-m", "flatfsdp.train", *TINY, *options]
-    with commands.started(*command, folder=tmp_path, environment=environment()) as running:
+    with commands.started(*ENDLESS, text, folder=tmp_path, environment=environment()) as running:
         wait_for_a_step(tmp_path / "run")
         running.send_signal(signal.SIGUSR1)
         done = running.wait()
