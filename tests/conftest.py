@@ -71,11 +71,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Nor need it go through what earlier tests have left: imports, caches and reports."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor need it go through what earlier tests have left: imports, caches and reports. After the last test of a file
+    its ranks may have nothing to do for long."""
     if next(_ENDED) % 50 == 0:
         gc.collect()
         gc.freeze()
+    pool = sys.modules.get("tests.harness.pool")
+    if pool is not None and (nextitem is None or nextitem.path != item.path):
+        pool.pause_all()
 
 
 @pytest.fixture(autouse=True)

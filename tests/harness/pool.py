@@ -15,6 +15,7 @@ import itertools
 import os
 import pickle
 import random
+import sys
 import time
 import traceback
 import warnings
@@ -28,10 +29,11 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import inspect
-from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps
+from tests.harness.processes import STARTUP_TIMEOUT, Ranks, dumps, end_with_the_server
 from tests.harness.thorough import is_thorough
 
 MANY_GROUPS = 40
+CAN_PAUSE = sys.platform == "linux"
 GRACE = 3.0  # seconds for the other ranks to answer once one of them has failed
 
 
@@ -65,8 +67,10 @@ def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.
         JobFailed: a rank raised, died, or did not answer within ``timeout`` seconds.
     """
     pool = _pools.get(world)
+    pause_all(but=pool)
     if pool is None:
         pool = _pools[world] = _Pool(world)
+    pool.ranks.resume()
     try:
         results = pool.run(fn, args, kwargs, timeout)
     except BaseException:
@@ -82,6 +86,13 @@ def discard(world: int) -> None:
     pool = _pools.pop(world, None)
     if pool is not None:
         pool.ranks.kill()
+
+
+def pause_all(but: _Pool | None = None) -> None:
+    """Stop every other pool until its next job: threads of gloo and of the engine look for work 100 times a second."""
+    for pool in _pools.values():
+        if CAN_PAUSE and pool is not but:
+            pool.ranks.pause()
 
 
 def discard_all() -> None:
@@ -163,6 +174,8 @@ atexit.register(discard_all)
 
 def _serve(rank: int, world: int, pipe: Connection) -> None:
     """The main function of a worker: join the group, then run one job after the other until the parent has ended."""
+    if CAN_PAUSE:
+        end_with_the_server()
     inspect.share_processors()
     if not is_thorough():
         inspect.make_small_outboxes()

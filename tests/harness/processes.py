@@ -132,6 +132,7 @@ class Ranks:
         self, world: int, body: Callable[[int, int, Connection], None], folder: str | os.PathLike[str] | None = None
     ) -> None:
         self.world = world
+        self._paused = False
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = os.path.abspath(folder or ".")
@@ -165,6 +166,22 @@ class Ranks:
         time.sleep(0.1 if asked else 0)  # the file is written line by line
         return {rank: self._stack_file(rank).read_text() if rank in asked else "" for rank in ranks}
 
+    def pause(self) -> None:
+        """Stop all ranks, which must `end_with_the_server`. Without effect on those that are stopped."""
+        self._signal(signal.SIGSTOP, paused=True)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT, paused=False)
+
+    def _signal(self, number: int, *, paused: bool) -> None:
+        if self._paused is not paused:
+            self._paused = paused
+            for process in self.processes:
+                if process.is_alive():
+                    assert process.pid is not None
+                    os.kill(process.pid, number)
+
     def kill(self) -> None:
         """Kill all ranks and remove their files. A second call has no effect."""
         for process in self.processes:
@@ -180,6 +197,12 @@ class Ranks:
 
     def _stack_file(self, rank: int) -> Path:
         return self._file(rank).with_suffix(".out.stack")
+
+
+def end_with_the_server() -> None:
+    """Let the server's end, and so that of the run, kill this rank, which does not notice it while it is stopped."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def dumps(value: object) -> bytes:
