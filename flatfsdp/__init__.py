@@ -10,6 +10,7 @@ from .engine.config import state_dict_configs as _state_dict_configs
 from .engine.config.state_dict_configs import *  # noqa: F403
 from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
+from .engine.features.audit import Audit
 from .engine.features.block_states import block_states
 from .engine.features.conditional_units import ensure_unit_participation
 from .engine.features.deterministic_sums import microbatch
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "Audit",
     "BackwardPrefetch",
     "CPUOffload",
     "Choice",

@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar
 
 __all__ = [
     "AgreementError",
+    "AuditError",
     "CheckpointError",
     "ConfigTypeError",
     "ConfigValueError",
@@ -54,6 +55,11 @@ class UsageError(FlatFSDPError, RuntimeError):
 
 class AgreementError(FlatFSDPError, RuntimeError):
     """Ranks differ in something that all of them must have in common."""
+
+
+class AuditError(FlatFSDPError, RuntimeError):
+    """Memory has changed that nobody wrote to, or ranks compute different values of the same microbatch; the message
+    names rank, unit, parameter and step. Raised by an `audit()`, on all ranks."""
 
 
 class LostRankError(AgreementError):

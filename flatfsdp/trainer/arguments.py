@@ -308,6 +308,9 @@ class TrainingArguments(Settings):
     plot: bool = setting(False, "plot the loss to an image in the output folder")
     device: Text = setting("auto", "cpu, cuda or another accelerator; auto uses an accelerator if there is one")
     ranks: Count | None = setting(None, "processes to start (default: one per accelerator, or 2 on CPU)")
+    audit_every: Count | None = setting(
+        None, "with deterministic_sums: compute a microbatch of each rank again on another, every N steps"
+    )
     detect_nonfinite: bool = setting(
         False, "stop at the first NaN or inf and report where it occurred; slow, because every value is checked"
     )
@@ -402,6 +405,9 @@ def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> N
             "deterministic_sums",
             f"a step would have more samples on more ranks. Set {training.called('global_batch')}",
         )
+    if training.audit_every is not None and (training.optimizer_in_backward or not fsdp.deterministic_sums):
+        needs = f"{fsdp.called('deterministic_sums')}, and no {training.called('optimizer_in_backward')}"
+        training.refuse("audit_every", f"it needs {needs}")
     if training.optimizer_in_backward and fsdp.scales_losses:
         training.refuse("optimizer_in_backward", "with fp16, gradients must be checked before each step")
     if task.eval_data is None:

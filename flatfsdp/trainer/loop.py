@@ -125,6 +125,9 @@ class Loop:
         trainer, world = self._trainer, self._trainer.world
         if self.taken <= SETTLING_STEPS:
             self._stats.reset()
+        trainer.running = step
+        if trainer.audit is not None:
+            trainer.audit.step = trainer.progress.step + 1
         loss = add_gradients(
             trainer.model, step, trainer.objective, world=world, scale=trainer.scaler.scale, seed=trainer.step_seed
         )

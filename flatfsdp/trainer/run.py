@@ -18,9 +18,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flatfsdp import ShardedGradScaler, Stats
+from flatfsdp import Audit, ShardedGradScaler, Stats
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
-from flatfsdp.trainer.data_loading import Loader, Microbatch, evaluation
+from flatfsdp.trainer.data_loading import Loader, Microbatch, Step, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
 from flatfsdp.trainer.gradients import evaluate
 from flatfsdp.trainer.launch import RankContext
@@ -224,6 +224,8 @@ class Run:
         evaluation: the evaluation data and the last metrics.
         checkpoints: the contents of checkpoints, and the last one.
         progress: the progress of the run.
+        running: the step that runs, or has run last.
+        audit: compares what ranks compute, if `training.audit_every` is set.
         aside: the folder of files that this run has set aside: later checkpoints when it branches off, and the logs of
             earlier runs (known to the rank that leads).
         written: other files written by callbacks, by a name for people; on the rank that leads.
@@ -246,6 +248,8 @@ class Run:
     evaluation: Evaluation
     checkpoints: RunCheckpoints
     progress: Progress
+    running: Step | None = None
+    audit: Audit | None = None
     aside: Path | None = None
     written: dict[str, Path] = field(default_factory=dict)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -323,6 +327,8 @@ class Run:
 
     def save(self) -> Path:
         """Save a checkpoint of this step into the run's folder, and remove those that need not stay."""
+        if self.audit is not None:
+            self.audit.check()
         step = self.progress.step
         metrics = self.metrics if self.progress.evaluated == step else {}
         saved = self.checkpoints.save(step, model=self.model, optimizer=self.optimizer, metrics=metrics)

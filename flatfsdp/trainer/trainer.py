@@ -128,6 +128,12 @@ class Trainer(Run):
                 evaluation=Evaluation(eval_data, collate), progress=progress,
                 checkpoints=RunCheckpoints(_manager(training), components, files, adapters),
             )  # fmt: skip
+            if training.audit_every is not None:
+                if not loader.reads_by_number:
+                    training.refuse(
+                        "audit_every", "samples of an iterable dataset cannot be read again by another rank"
+                    )
+                self.audit = flatfsdp.Audit(model, self._run_again, every=training.audit_every)
             # A checkpoint of adapters has no base.
             if isinstance(pretrained, Pretrained) and (is_adapted(model) or not self._finds_checkpoint()):
                 pretrained.load_into(model)
@@ -200,6 +206,12 @@ class Trainer(Run):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
         self.checkpoints.complete_at = self.progress.step
+
+    def _run_again(self, number: int) -> None:
+        """Compute a microbatch of any rank of the running step."""
+        assert self.running is not None
+        step = self.loader.read(self.running, number)
+        add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=self.step_seed)
 
     def _finds_checkpoint(self) -> bool:
         given = self.training.resume

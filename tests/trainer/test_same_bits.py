@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FullStateDictConfig, FullyShardedDataParallel
-from flatfsdp.errors import ConfigValueError
+from flatfsdp.errors import AuditError, ConfigValueError
 from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArguments
 from flatfsdp.trainer.callbacks import Callback
 from flatfsdp.trainer.demo.model import ByteTransformer
@@ -103,13 +103,64 @@ def test_resumed_on_other_ranks(run: Run, tmp_path: Path) -> None:
         assert found == expected[1] and numbers == expected[0][-len(numbers) :]
 
 
-def refused(rank: int, world: int) -> str:
+@pytest.mark.parametrize("data_mode", ["sharded", "dispatch"])
+def test_audited(run: Run, tmp_path: Path, data_mode: str) -> None:
+    """An audit changes nothing, and raises no alarm: each rank reads the samples of others."""
+    (expected,) = run(1, train, tmp_path / "1", {}, {})
+    for world, optimizer in ((1, "adamw"), (3, "adamw")):
+        given = {"audit_every": 1, "data_mode": data_mode, "optimizer": optimizer, "save_every": 2}
+        assert run(world, train, tmp_path / f"audited {world}", given, {}) == [expected] * world
+
+
+class Flip(Callback):
+    """Flips a bit of a parameter of rank 1 after the second step."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        if step == 3 and trainer.world.rank == 1:
+            parameter = next(each for each in trainer.model.parameters() if each.numel())
+            parameter.detach().view(-1).view(torch.uint8).numpy()[3] ^= 4
+
+
+def flipped(rank: int, world: int, output: Path) -> str:
     task = Task(model=Dropping, train_data=sentences, objective=CausalLM())
-    with pytest.raises(ConfigValueError) as caught:
-        Trainer(task, TrainingArguments(device="cpu"), FSDPArguments(deterministic_sums=True))
+    training = TrainingArguments(
+        epochs=2, batch=2, global_batch=9, device="cpu", progress=False, output=output, audit_every=2
+    )
+    trainer = Trainer(task, training, FSDPArguments(deterministic_sums=True), callbacks=[Flip()])
+    with pytest.raises(AuditError) as caught:
+        trainer.train()
     return str(caught.value)
 
 
-def test_needs_a_global_batch(run: Run) -> None:
-    for message in run(2, refused):
-        assert "global_batch" in message
+def test_a_flipped_bit_is_named(run: Run, tmp_path: Path) -> None:
+    for message in run(2, flipped, tmp_path):
+        assert message.startswith("step 3: memory has changed since the last step") and ": rank 1: parameter" in message
+
+
+def stream() -> Iterator[dict[str, Tensor]]:
+    yield from sentences()
+
+
+def refused(rank: int, world: int, given: dict[str, Any], fsdp: dict[str, Any], data: Any) -> str:
+    task = Task(model=Dropping, train_data=data, objective=CausalLM())
+    with pytest.raises(ConfigValueError) as caught:
+        Trainer(task, TrainingArguments(device="cpu", **given), FSDPArguments(**fsdp))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "fsdp", "data", "words"),
+    [
+        ({}, {"deterministic_sums": True}, sentences, "global_batch"),
+        ({"audit_every": 2}, {}, sentences, "it needs deterministic_sums"),
+        (
+            {"audit_every": 2, "global_batch": 4, "optimizer_in_backward": True},
+            {"deterministic_sums": True}, sentences, "no optimizer_in_backward",
+        ),
+        ({"audit_every": 2, "global_batch": 4, "epochs": 1}, {"deterministic_sums": True}, stream, "iterable dataset"),
+    ],
+    ids=["no global batch", "no deterministic sums", "in backward", "stream"],
+)  # fmt: skip
+def test_refused(run: Run, given: dict[str, Any], fsdp: dict[str, Any], data: Any, words: str) -> None:
+    for message in run(2, refused, given, fsdp, data):
+        assert words in message

@@ -78,15 +78,19 @@ class Ledger:
         current: the microbatch of the running backward, or of the last one; None for a stand-in.
         groups: by global rank, the ranks of its shard group.
         refuse: refuses a backward, with words that reach other ranks; a weak reference.
+        look: if anything is attached that looks at gradients before they are added to others: called with a flat
+            parameter, the index of the microbatch (None for a stand-in), and the unsharded gradient.
     """
 
     refuse: Callable[[], Callable[[str], NoReturn] | None]
+    look: Callable[[FlatParamHandle, int | None, torch.Tensor], object] | None
 
     def __init__(self) -> None:
         self.step: Step | None = None
         self.current: int | None = None
         self.groups: dict[int, frozenset[int]] = {}
         self.refuse = lambda: None
+        self.look = None
 
     @property
     def running(self) -> Step:
@@ -134,6 +138,8 @@ class BlockSums:
         held = None
         if window is not None:
             held = Held(window[0].tensor, window[2], partial(self._reuse, window), window[0].disown)
+            if self.ledger.look is not None:
+                self.ledger.look(self.handle, microbatch, held.tensor)
         self.blocks = self._merged({**self.blocks, (0, microbatch): held}, None)
 
     def _merged(self, blocks: Mapping[Block, Held | None], own: Held | None) -> dict[Block, Held | None]:
@@ -199,6 +205,8 @@ class BlockSums:
         """Let the reduction of `given` include all blocks. `alone`: it is that of no other flat parameter."""
         step, buffer = self.ledger.running, given.buffer
         assert buffer is not None
+        if self.ledger.look is not None:
+            self.ledger.look(self.handle, self.ledger.current, buffer.tensor)
         if self.since == len(step.exchanged):
             self._refuse(
                 f"deterministic_sums=True: gradients of unit {self.handle.label} came in two parts, which would be "

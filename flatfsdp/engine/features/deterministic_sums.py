@@ -37,19 +37,25 @@ from ..runtime.unit_state import Resolved
 from .block_reducer import UNFORESEEN, BlockSums, Ledger, Step
 
 NORMS: Any = torch.nn.InstanceNorm1d.mro()[2]  # the base of batch and instance norms, which has no public name
-BITS = 62  # microbatches per number that ranks exchange, two at a time
 
 
 @dataclass(eq=False)
 class Microbatch:
-    """One microbatch: its index, None for a stand-in, and the number of all; and whether a backward has begun in it."""
+    """One microbatch: its index, None for a stand-in, and the number of all; whether a backward has begun in it, and
+    whether it runs again, so that its gradients are only looked at."""
 
     index: int | None
     of: int
     begun: bool = False
+    again: bool = False
 
 
 _running: Override[Microbatch | None] = Override(None)
+
+
+def running_index() -> int | None:
+    """The index of the microbatch that runs; None outside of any, and for a stand-in."""
+    return _running.value.index if _running.value is not None else None
 
 
 @contextmanager
@@ -91,6 +97,9 @@ def microbatch(index: int | None, *, of: int) -> Iterator[None]:
         check_number("microbatch: index", index, accepted, 0)
         if index >= of:
             refuse_value("microbatch: index", index, accepted)
+    if _running.value is not None and _running.value.again:
+        yield
+        return
     if _running.value is not None:
         raise UsageError(
             f"microbatch({index}, of={of}) inside of microbatch({_running.value.index}): use one at a time"
@@ -211,6 +220,12 @@ class DeterministicSums(Observer):
             self._take_windows()
         if ledger.step is None and running is None:
             return  # nothing to reduce
+        if running is not None and running.again:
+            if not reduces:
+                self._refuse("a microbatch of an audit runs again while gradients are not to be synchronized")
+            ledger.step, ledger.current = Step(SumTree(running.of), exchanged=[{}]), None  # nobody adds anything
+            self._sum_partially()
+            return
         if ledger.step is None and running is not None:
             ledger.step = Step(SumTree(running.of))
         if running is not None and (problem := _problem_of_next(ledger.running, running)):
@@ -287,17 +302,17 @@ class DeterministicSums(Observer):
             for rank, (group, *_) in groups.items():
                 self.ledger.groups[rank] = frozenset(r for r, (other, *_) in groups.items() if other == group)
         own, step.unsent = sorted(step.unsent), set()
-        first, last = (own[0], own[-1]) if own else (0, -1)
-        answers = peers.numbers_of_ranks(step.tree.leaves, first, last, *_bits(own, first))
+        run = range(own[0], own[-1] + 1, own[1] - own[0] if own[1:] else 1) if own else range(0)
+        listed = 0 if own == [*run] else len(own)
+        answers = peers.numbers_of_ranks(step.tree.leaves, listed, run.start, run.stop, run.step)
         sizes = {rank: leaves for rank, (leaves, *_) in answers.items()}
         if len(set(sizes.values())) > 1:
             texts = [f"rank {rank} has of={leaves}" for rank, leaves in sorted(sizes.items())]
             raise UsageError(f"deterministic_sums=True: microbatches of one step with different sizes: {few(texts)}")
-        added = {rank: _indices(bits, start) for rank, (_, start, _, *bits) in answers.items()}
-        longest = max(end - start for _, start, end, *_ in answers.values())
-        for begin in range(2 * BITS, longest + 1, 2 * BITS):
-            for rank, bits in peers.numbers_of_ranks(*_bits(own, first + begin)).items():
-                added[rank] |= _indices(bits, answers[rank][1] + begin)
+        added = {rank: {*range(*ends)} for rank, (_, _, *ends) in answers.items()}
+        if most := max(number for _, number, *_ in answers.values()):  # not in equal distances
+            numbers = peers.numbers_of_ranks(*own[:listed], *[-1] * (most - listed))
+            added |= {rank: {*numbers[rank]} - {-1} for rank, (_, number, *_) in answers.items() if number}
         self._check_repeated(step, added)
         step.exchanged.append({rank: frozenset(indices) for rank, indices in added.items()})
         world = model.outermost.groups.world
@@ -361,6 +376,18 @@ class DeterministicSums(Observer):
             grads.accumulation.keep_partial(None, set())
         self.ledger.step = self.ledger.current = None
 
+    @contextmanager
+    def again(self, index: int, of: int) -> Iterator[None]:
+        """A context around the forward and the backward of a microbatch of a step that is complete: its gradients go
+        through the reductions, where `Ledger.look` sees them, and are dropped there. Nothing is exchanged for them."""
+        try:
+            with _running.being(Microbatch(index, of, again=True)):
+                yield
+        finally:
+            self.drop_step()
+            for grads, _ in self._states:
+                grads.accumulation.close_window()
+
     def check_complete(self, call: str) -> None:
         """Refuse a `call` that needs gradients while some microbatches of the step are to come."""
         step = self.ledger.step
@@ -415,19 +442,6 @@ def attach_deterministic_sums(model: Model, nested: Iterable[Unit]) -> None:
     found = [model_of(unit).observers.find(DeterministicSums) is not None for unit in nested]
     if model.setup.settings.deterministic_sums or any(found):
         model.observers.add(DeterministicSums(model))
-
-
-def _bits(indices: Sequence[int], first: int) -> tuple[int, int]:
-    """Two numbers with a bit for each of `indices`, from `first` on."""
-    bits = sum(1 << index - first for index in indices if first <= index < first + 2 * BITS)
-    return bits & (1 << BITS) - 1, bits >> BITS
-
-
-def _indices(bits: Sequence[int], first: int) -> set[int]:
-    """The indices of which `_bits` has made these."""
-    return {
-        first + offset * BITS + bit for offset, number in enumerate(bits) for bit in range(BITS) if number >> bit & 1
-    }
 
 
 def _ranks_of(axis: Axis | None) -> tuple[int, ...]:

@@ -66,6 +66,8 @@ class StatesOfWholes(Protocol):
 
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
 looking: set[weakref.ref[Any]] = set()
+# Objects whose `optimizer_stepped(optimizer)` is called after a step.
+following: set[weakref.ref[Any]] = set()
 # Optimizers of which a rank's states are not always those of its elements alone.
 steps_on_wholes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StatesOfWholes]]
 steps_on_wholes = weakref.WeakKeyDictionary()
@@ -226,6 +228,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
+    for of_follower in [*following]:
+        if (follower := of_follower()) is not None:
+            follower.optimizer_stepped(optimizer)
 
 
 def _writes_unnoticed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,10 +30,13 @@ from .sample_reader import (
     Collate,
     DataError,
     Microbatch,
+    MicrobatchSlice,
+    SampleReader,
     StepPart,
     StreamSource,
     Weigh,
     map_parts,
+    raised,
     stream_parts,
     weighed,
 )
@@ -149,6 +152,11 @@ class Loader(AbstractContextManager["Loader"]):
         return self._place.position
 
     @property
+    def reads_by_number(self) -> bool:
+        """Whether samples have numbers, so that they can be read again."""
+        return not self._extent.is_stream
+
+    @property
     def epoch(self) -> int:
         """The epoch of the position, from 0; for an iterable dataset, the epoch of the last consumed sample."""
         return self._place.epoch
@@ -204,6 +212,18 @@ class Loader(AbstractContextManager["Loader"]):
         before, self._place = self.position, part.after
         steps, samples = self._steps(None), self.position - before
         return Step(part.shares[0], part.weight, before, steps.first(samples, self._ranks.rank), steps.cells(samples))
+
+    def read(self, step: Step, number: int) -> Step:
+        """A `step` with whole batches, of which this rank has microbatch `number` of all ranks', read by it alone.
+        Raises DataError."""
+        assert self._extent.length is not None
+        order = SampleOrder(self._extent.length, shuffle=self._shuffle, seed=self._seed)
+        first = step.position + number * self._plan.batch
+        samples = self._steps(self._plan.total(self._extent.length)).at(step.position)
+        positions = range(first, min(first + self._plan.batch, samples.stop))
+        reader = SampleReader(self._dataset, self._collate, self._seed)
+        found = next(raised(iter([reader[MicrobatchSlice(order.ids(positions), positions)]])))
+        return replace(step, microbatches=(found,), first=number)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the parameters that determine the order of samples; the same on all ranks.
