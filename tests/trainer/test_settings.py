@@ -322,7 +322,7 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         eval_batches=2, save_every=4, save_at_end=False, save_async=False, save_format="torch", save_frozen=True,
         save_on_each_node=True,
         keep_last=1, keep_best=3, best_by="eval_accuracy", best_mode="max", resume="latest", log_every=9,
-        progress=False, plot=True, device="cpu", ranks=4, detect_nonfinite=True, min_lr=0.01,
+        progress=False, plot=True, device="cpu", ranks=4, audit_every=7, detect_nonfinite=True, min_lr=0.01,
         decay=0.5, early_stop=2, callbacks=[{"name": "wandb", "project": "p"}, "tensorboard"], profile="2..3",
         peak_tflops=1.5,
     )  # fmt: skip
@@ -342,8 +342,8 @@ def test_every_setting_is_a_flag_and_reaches_its_field() -> None:
         "--save-on-each-node --keep-last 1 "
         "--keep-best 3 --best-by eval_accuracy --best-mode max --resume latest --log-every 9 --no-progress --plot "
         "--min-lr 0.01 --decay 0.5 --early-stop 2 --callbacks wandb:project=p --callbacks tensorboard --profile "
-        "steps=2..3 --peak-tflops 1.5 --device cpu --ranks 4 --detect-nonfinite --strategy hybrid-shard "
-        "--reshard-after-forward 2 --replicas 2 "
+        "steps=2..3 --peak-tflops 1.5 --device cpu --ranks 4 --audit-every 7 --detect-nonfinite "
+        "--strategy hybrid-shard --reshard-after-forward 2 --replicas 2 "
         "--units a.b,C --units-fallback --param-dtype bf16 --reduce-dtype fp32 --buffer-dtype double "
         "--gather-dtype fp8 --reduce-bits 4 --reduce-error-feedback --cpu-offload --no-use-orig-params --layout rows "
         "--activation-checkpointing --backward-prefetch none --forward-prefetch --no-limit-all-gathers "

@@ -53,7 +53,7 @@ class _AtRest(NamedTuple):
     values: torch.Tensor
 
 
-class Audit(Observer):
+class Audit:
     """Finds bits that flip in memory, and ranks that compute something else than others, where no error shows them, and
     names rank, unit, parameter and step. For a model with `deterministic_sums=True`.
 
@@ -101,8 +101,6 @@ class Audit(Observer):
         2
     """
 
-    requested_by = "Audit()"
-
     def __init__(self, model: nn.Module, run: Callable[[int], object], *, every: int) -> None:
         inner = outermost_model(model, "Audit")
         if not callable(run):
@@ -110,7 +108,7 @@ class Audit(Observer):
         self.step, self._every = 1, check_number("Audit: every", every, "a number of steps, at least 1", 1)
         check_outside(inner.outermost, "Audit()")
         sums = inner.observers.find(DeterministicSums)
-        if sums is None or inner.observers.find(Audit) is not None:
+        if sums is None or inner.observers.find(_Calls) is not None:
             problem = "it has one already" if sums is not None else "it was wrapped without deterministic_sums=True"
             raise UsageError(f"Audit(): expected a model with deterministic_sums=True and without an audit; {problem}")
         self._model, self._sums, self._run = weakref.ref(inner), sums, run
@@ -120,11 +118,12 @@ class Audit(Observer):
         self._seen: dict[int, Checksums] = {}  # of this rank's microbatches of an audited step
         self._again: Checksums | None = None  # of the one that is computed again
         sums.ledger.look = self._look
+        calls = _Calls(self)
         for called in (optimizer_hooks.looking, optimizer_hooks.following):
-            called.add(weakref.ref(self, called.discard))
+            called.add(weakref.ref(calls, called.discard))
         for unit in inner.units:
             unit.around = partial(self._around, unit.around)
-        inner.observers.add(self)
+        inner.observers.add(calls)
         inner.setup.options_changed()
 
     # -- between steps -----------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ class Audit(Observer):
             with model.agreement.collective_call("Audit.check()", always=True):
                 self._compare(model, self._optimizers)
 
-    def first_gather_agreed(self) -> None:
+    def _before_gather(self) -> None:
         model = self._model()
         if model is not None and agreement_of(model.agreement).compares_forwards:
             self._compare(model, [])
@@ -159,7 +158,7 @@ class Audit(Observer):
         memory, versions, found = self._kept.get(now.name, (weakref.ref(self), (), None))
         return found if memory() is now.memory and versions == now.versions else None
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the checksums of what `optimizer` may have written to."""
         model = self._model()
         if model is None or model not in optimizer_hooks.stepped_by(optimizer):
@@ -231,7 +230,7 @@ class Audit(Observer):
             unit = next(each for each in model.units if handle in each.handles)
             self._add(found, "the gradient of ", unit, handle, gradient)
 
-    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare, before the first optimizer of a step changes anything. Collective; every rank runs the model."""
         model, step = self._model(), self._sums.ledger.step
         if model is None or model not in optimizer_hooks.stepped_by(optimizer):
@@ -293,6 +292,18 @@ class Audit(Observer):
         if written := [name for name, each in buffers.items() if each._version != before[name]]:
             raise UsageError(f"Audit: a forward writes to buffers ({few(written)}), which other ranks do not see")
         return again
+
+
+class _Calls(Observer):
+    """Calls an audit."""
+
+    requested_by = "Audit()"
+
+    def __init__(self, audit: Audit) -> None:
+        self.first_gather_agreed = audit._before_gather  # type: ignore[method-assign]
+        self.optimizer_steps, self.optimizer_stepped = audit._before_step, audit._after_step
+
+    def first_gather_agreed(self) -> None: ...
 
 
 def _judged(votes: list[tuple[int, Checksums]], *, alone: bool) -> str:
