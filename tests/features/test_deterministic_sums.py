@@ -325,7 +325,8 @@ def test_muon(run: Run) -> None:
     assert {*run(3, by_muon, aligned, False)} == {expected}
 
 
-in_bf16 = partial(wrapped, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+in_bf16 = partial(wrapped, mixed_precision=BF16)
 
 
 @pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
