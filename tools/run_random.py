@@ -49,6 +49,7 @@ FILES = {
         "tests/fully_shard/test_random_models.py",
     ),
     "programs": ("tests/runtime/test_random_programs.py",),
+    "sums": ("tests/features/test_deterministic_random.py",),
 }
 BLOCK = 10_000  # seeds of a test, before those of the next one: each draws models that no other has
 WORDS = 6000  # of a report of a failure that are kept
@@ -339,6 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--models", type=int, default=5000, metavar="N", help="number of models (default: 5000)")
     parser.add_argument("--programs", type=int, default=2000, metavar="N", help="number of programs (default: 2000)")
+    parser.add_argument(
+        "--sums", type=int, default=0, metavar="N", help="number of programs with deterministic sums (default: 0)"
+    )
     parser.add_argument("--first", type=int, default=100_000, metavar="SEED", help="the first seed (default: 100000)")
     parser.add_argument(
         "--processes", type=int, default=2, metavar="P", help="number of seeds to run at the same time (default: 2)"
@@ -360,9 +364,8 @@ def main(arguments: list[str] | None = None) -> int:
         for each in results:
             _say(f"{each.outcome}: {each.key} on {each.world} ranks, {each.seconds:.1f} s\n{each.words}".rstrip())
         return int(not all(each.is_good for each in results))
-    asked = in_turn(
-        drawn(names_of("models"), given.models, given.first), drawn(names_of("programs"), given.programs, given.first)
-    )
+    numbers = {kind: getattr(given, kind) for kind in FILES}
+    asked = in_turn(*(drawn(names_of(kind), number, given.first) for kind, number in numbers.items()))
     given.results.parent.mkdir(parents=True, exist_ok=True)
     before = kept(given.results)
     run = _Run(queue.SimpleQueue(), given.results, commit(), given.limit, before)
@@ -371,7 +374,8 @@ def main(arguments: list[str] | None = None) -> int:
         run.left.put(seed)
     _say(f"{len(asked):,} seeds, {len(left):,} of them to play, at commit {run.commit}; results in {given.results}")
     was_interrupted = _play_all(run, min(given.processes, len(left)))
-    command = f"tools/random_runs --models {given.models} --programs {given.programs} --first {given.first}"
+    chosen = " ".join(f"--{kind} {number}" for kind, number in numbers.items() if number or kind != "sums")
+    command = f"tools/random_runs {chosen} --first {given.first}"
     text = report(run.results, asked, command)
     _say(text)
     if given.report is not None:

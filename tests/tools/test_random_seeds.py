@@ -25,6 +25,7 @@ def test_no_model_is_drawn_twice() -> None:
     seeds = in_turn(drawn(names_of("models"), 500, 7), drawn(names_of("programs"), 200, 7))
     assert len(set(seeds)) == len(seeds) == 700
     assert len({seed.seed for seed in drawn(names_of("models"), 500, 7)}) == 500
+    assert len({*drawn(names_of("sums"), 2000, 7)}) == 2000
     per_test = Counter(seed.test for seed in seeds)
     for kind, number in (("models", 500), ("programs", 200)):
         own = [per_test[test] for test in names_of(kind)]
