@@ -4,8 +4,10 @@ same, or an error in words."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from functools import partial
 from typing import Any
 
@@ -226,6 +228,8 @@ def reloaded(rank: int, world: int) -> str:
     net = nn.Linear(8, 8, bias=False).bfloat16()
     model = FullyShardedDataParallel(net, use_orig_params=True, sharding_strategy="NO_SHARD")
     optimizer = flatfsdp.matrix_steps(muon(model.parameters())).optimizer
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
     loaded = optimizer.state_dict()
     loaded["param_groups"][0]["nesterov"] = False
     optimizer.load_state_dict(loaded)
@@ -238,3 +242,35 @@ def reloaded(rank: int, world: int) -> str:
 def test_settings_that_are_loaded_are_checked(pool2: Run) -> None:
     for text in pool2(reloaded):
         assert "nesterov=False divides the momentum of bfloat16 parameters" in text
+
+
+def deleted(rank: int, world: int) -> list[bool]:
+    """Whether parameters, optimizers and states are gone once a program has dropped them, without a collector."""
+    found = []
+    for kind in ("parts", "matrices", "blocks"):
+        model = FullyShardedDataParallel(
+            nn.Linear(64, 96, bias=False), use_orig_params=True, layout=flatfsdp.layout.state_blocks()
+        )
+        if kind == "blocks":
+            optimizer = flatfsdp.block_states(LowBitAdam(model.parameters()))
+        else:
+            steps = flatfsdp.matrix_steps(muon, model.parameters(), sees=None if kind == "parts" else kind)
+            optimizer = steps.optimizer
+            del steps  # its hooks go on
+        for _ in range(2):
+            model(torch.ones(2, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(next(model.parameters()))]
+        gc.collect()
+        gc.disable()
+        try:
+            del model, optimizer
+            found.append(all(each() is None for each in kept))
+        finally:
+            gc.enable()
+    return found
+
+
+def test_a_deleted_model_frees_its_memory_without_the_collector(pool2: Run) -> None:
+    assert pool2(deleted) == [[True] * 3] * 2

@@ -23,7 +23,7 @@ from ..base import _dtensor
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
-from ..guards.optimizer_hooks import check_shapes, give_wholes, steps_on_wholes
+from ..guards.optimizer_hooks import OfOptimizer, check_shapes, give_wholes, steps_on_wholes
 from ..layout.layout import Span
 from ..models import param_registry as registry
 from ..models.rest import quiesce
@@ -41,11 +41,10 @@ AVERAGE = "exp_avg"  # the signed one of torchao's states
 NAMES = (AVERAGE, "exp_avg_sq", "max_exp_avg_sq")
 
 
-class BlockStates:
+class BlockStates(OfOptimizer):
     """The states of one optimizer in blocks of whole parameters; made by `block_states`.
 
     Attributes:
-        optimizer: the optimizer.
         exchanges: False: each rank steps by itself.
         imbalance: None.
     """
@@ -54,11 +53,10 @@ class BlockStates:
     imbalance = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        own: Any = optimizer
-        self.optimizer, self._of_class = own, own._new_buffer
+        super().__init__(optimizer)
         self._slots: dict[int, Slot | None] = {}
         self._facts: Any = None
-        self._codes = CODES + _form_of(self._quantized_zeros(torch.zeros(int(own.block_size)), True))
+        self._codes = CODES + _form_of(self._quantized_zeros(torch.zeros(int(self.optimizer.block_size)), True))
 
     def attach(self) -> None:
         """Let them be blocks of whole parameters from now on.
@@ -118,7 +116,7 @@ class BlockStates:
     def _new_state(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
         """In place of the method of torchao's class: zeros, for the parameter's elements here."""
         if (slot := self.slot_of(parameter)) is None:
-            found: torch.Tensor = self._of_class(parameter, signed)
+            found: torch.Tensor = type(self.optimizer)._new_buffer(self.optimizer, parameter, signed)
             return found
         local = slot.handle.face.local_of(parameter).detach()
         quantized = self.is_quantized(slot) and local.numel()

@@ -25,7 +25,7 @@ from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
 from ..flat.flat_param import FlatParameter
-from ..guards.optimizer_hooks import give_wholes, is_at_work, looking, steps_on_wholes
+from ..guards.optimizer_hooks import OfOptimizer, give_wholes, is_at_work, looking, steps_on_wholes
 from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
@@ -70,6 +70,42 @@ class MatrixSteps:
 
     Attributes:
         optimizer: the optimizer.
+
+    Args:
+        optimizer: it.
+        stepper: the work of its hooks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stepper: _Stepper) -> None:
+        self.optimizer, self._stepper = optimizer, stepper
+
+    @property
+    def plans(self) -> tuple[OwnerPlan, ...]:
+        """The owners of all matrices, for each axis of ranks; empty before the first step."""
+        return tuple(exchange.plan for exchange in self._stepper.exchanged)
+
+    @property
+    def imbalance(self) -> float:
+        """The cost of the rank that computes longest in a step, as a multiple of the mean; 1 before the first step."""
+        return self._stepper.imbalance
+
+    def summary(self) -> str:
+        """The matrices, their owners' balance and the traffic of a step, in two lines for each axis of ranks."""
+        return self._stepper.summary()
+
+    def remove(self) -> None:
+        """Let the optimizer step on this rank's parts again.
+
+        Raises:
+            UsageError: it has taken a step, or loaded states, so that it may have states of whole matrices.
+        """
+        self._stepper.remove()
+
+
+class _Stepper(OfOptimizer):
+    """The work of an optimizer's hooks, for its `MatrixSteps`.
+
+    Attributes:
         exchanges: True: ranks take its steps together.
 
     Args:
@@ -88,7 +124,7 @@ class MatrixSteps:
         cost: Callable[[Shape], int],
         bucket_bytes: int,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._work = MuonSteps(optimizer) if adapter.in_parts else OwnSteps(optimizer)
         self._adapter, self._asked, self._cost, self._bucket_bytes = adapter, dict(owners), cost, bucket_bytes
         # By the id of the parameter and the number of the matrix: an owner keeps its matrices, since it has their
@@ -110,19 +146,19 @@ class MatrixSteps:
         give_wholes(optimizer, self)
 
     @property
-    def plans(self) -> tuple[OwnerPlan, ...]:
-        """The owners of all matrices, for each axis of ranks; empty before the first step."""
-        return tuple(exchange.plan for exchange in self._steps.exchanges) if self._steps is not None else ()
+    def exchanged(self) -> tuple[MatrixExchange, ...]:
+        """The exchanges of matrices of the last step; none before the first."""
+        return self._steps.exchanges if self._steps is not None else ()
 
     @property
     def imbalance(self) -> float:
-        """The cost of the rank that computes longest in a step, as a multiple of the mean; 1 before the first step."""
-        return max((plan.imbalance for plan in self.plans), default=1.0)
+        """As of `MatrixSteps`."""
+        return max((exchange.plan.imbalance for exchange in self.exchanged), default=1.0)
 
     def summary(self) -> str:
-        """The matrices, their owners' balance and the traffic of a step, in two lines for each axis of ranks."""
+        """As of `MatrixSteps`."""
         lines = []
-        for exchange in self._steps.exchanges if self._steps is not None else ():
+        for exchange in self.exchanged:
             plan, member = exchange.plan, exchange.member
             cut, (to_owners, back, copies) = sum(matrix.is_cut for matrix in plan.matrices), self._bytes_of(exchange)
             ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
@@ -152,11 +188,7 @@ class MatrixSteps:
         return self._work.sent * total(plan.sent), total(plan.returned), total(plan.copied)
 
     def remove(self) -> None:
-        """Let the optimizer step on this rank's parts again.
-
-        Raises:
-            UsageError: it has taken a step, or loaded states, so that it may have states of whole matrices.
-        """
+        """As of `MatrixSteps`."""
         # Not every rank has a state, but every rank has taken a step.
         if self._began or any(has_state(self.optimizer, slot) for slot, _ in _managed(self.optimizer)):
             raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
@@ -235,7 +267,7 @@ class MatrixSteps:
         made, self._stand_in = self._stand_in, None
         if made is None:
             return
-        attributes, settings = self._given
+        (attributes, settings), self._given = self._given, ({}, [])
         optimizer.__dict__.update(self._work.changes | changed(vars(made), attributes))
         of_groups = zip(optimizer.param_groups, made.param_groups, settings, self._work.of_groups, strict=True)
         for group, used, given, new in of_groups:
@@ -486,7 +518,7 @@ def matrix_steps(
                 f"{name}(): the optimizer has state of {slot.name} already, which would be that of a part of it. Call "
                 f"{name}() before the first step, and load states afterwards"
             )
-    return MatrixSteps(optimizer, adapter, asked, cost or adapter.cost, bucket_bytes)
+    return MatrixSteps(optimizer, _Stepper(optimizer, adapter, asked, cost or adapter.cost, bucket_bytes))
 
 
 def _check_alone(optimizer: torch.optim.Optimizer) -> None:

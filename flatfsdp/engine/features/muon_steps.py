@@ -19,6 +19,7 @@ import torch
 
 from ..base._dtensor import is_dtensor
 from ..base._torch import muon_functions
+from ..guards.optimizer_hooks import OfOptimizer
 from ..layout.layout import Span
 from ..state.parts import assembled, cut
 from .matrix_adapters import check_muon
@@ -27,14 +28,14 @@ from .matrix_exchange import IN_PARTS, OTHER_STATE, Entry, Slot, Whole
 MOMENTUM = "momentum_buffer"  # as in the state of torch's Muon
 
 
-class MuonSteps:
+class MuonSteps(OfOptimizer):
     """The steps of torch's Muon on matrices: a `Work`. [Note: Muon in parts]"""
 
     sent = 1
     in_parts = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._orthogonalize, self._adjusted = muon_functions()
         self.changes: dict[str, Any] = {}
         self.of_groups: list[dict[str, Any]] = []
@@ -46,7 +47,7 @@ class MuonSteps:
     def state_of(self, entry: Entry) -> int:
         """`IN_PARTS` if this rank has the momentum of its elements; with `OTHER_STATE` if it has another shape."""
         parameter = entry.slot.parameter
-        state = self._optimizer.state.get(parameter)
+        state = self.optimizer.state.get(parameter)
         if not state:
             return 0
         found = state.get(MOMENTUM, parameter)
@@ -60,13 +61,13 @@ class MuonSteps:
             UsageError: settings, which a state dict may have brought, with which a step goes wrong.
         """
         for slot in {entry.slot: None for entry in entries}:
-            check_muon(self._optimizer.param_groups[slot.group], slot.parameter.dtype)
+            check_muon(self.optimizer.param_groups[slot.group], slot.parameter.dtype)
             if is_dtensor(slot.parameter):
                 self._momentum_of(slot)
 
     def begin(self, entry: Entry, span: Span) -> Sequence[torch.Tensor]:
         """Update the momentum, and return what is orthogonalized."""
-        group = self._optimizer.param_groups[entry.slot.group]
+        group = self.optimizer.param_groups[entry.slot.group]
         gradient = entry.within(entry.slot.gradient(), span)
         momentum = entry.within(self._momentum_of(entry.slot), span)
         momentum.lerp_(gradient, 1 - group["momentum"])
@@ -75,7 +76,7 @@ class MuonSteps:
 
     def _momentum_of(self, slot: Slot) -> torch.Tensor:
         """The momentum of this rank's elements, in the order of `Slot.own`, as a view of the optimizer's state."""
-        state, gradient = self._optimizer.state[slot.parameter], slot.parameter.grad
+        state, gradient = self.optimizer.state[slot.parameter], slot.parameter.grad
         assert gradient is not None
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
@@ -93,7 +94,7 @@ class MuonSteps:
         ]
         results = []
         for ((slot, seen), _), whole in zip(wholes, inputs, strict=True):
-            group = self._optimizer.param_groups[slot.group]
+            group = self.optimizer.param_groups[slot.group]
             made = self._orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
             results.append(seen.flat(cut(made, slot.spec)))
         return results
@@ -104,7 +105,7 @@ class MuonSteps:
 
     def end(self, entry: Entry, span: Span, result: torch.Tensor) -> None:
         """Decay this rank's elements of the parameter, and add the update."""
-        group = self._optimizer.param_groups[entry.slot.group]
+        group = self.optimizer.param_groups[entry.slot.group]
         rate = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
         own = entry.within(entry.slot.own(), span)
         own.mul_(1 - rate * group["weight_decay"])

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ..guards.optimizer_hooks import OfOptimizer
 from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole
 from ..state.optim.optimizer_clone import clone_over, unhooked_step
@@ -28,7 +29,7 @@ from .matrix_states import form_of, keep_whole, whole_state
 State = dict[str, Any]
 
 
-class OwnSteps:
+class OwnSteps(OfOptimizer):
     """The steps of an optimizer's class on whole matrices: a `Work`.
 
     Attributes:
@@ -40,7 +41,7 @@ class OwnSteps:
     in_parts = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self.changes: State = {}
         self.of_groups: list[State] = []
 
@@ -50,7 +51,7 @@ class OwnSteps:
 
     def state_of(self, entry: Entry) -> int:
         """`form_of` its state."""
-        return form_of(self._optimizer.state, entry)
+        return form_of(self.optimizer.state, entry)
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Nothing: states are made by the class."""
@@ -61,7 +62,7 @@ class OwnSteps:
 
     def compute(self, wholes: Sequence[Whole]) -> Sequence[torch.Tensor]:
         """Step on these matrices; the results are the parameters."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         params: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         stand_ins = []
         for entry, (gradient, values) in wholes:
@@ -112,12 +113,12 @@ class OwnSteps:
             slot.handle.layout.span_in_param(slot.index, slot.handle.rank),
         )
         nothing = like.new_zeros(())
-        params = [each for group in self._optimizer.param_groups for each in group["params"]]
+        params = [each for group in self.optimizer.param_groups for each in group["params"]]
         stand_ins = {id(each): nn.Parameter(nothing, requires_grad=False) for each in params}
         made = stand_ins[id(slot.parameter)] = nn.Parameter(seen.view(like.new_zeros(seen.span.numel)))
         made.grad = torch.zeros_like(made)
         found: State = {}
-        for name, value in trial_step(self._optimizer, stand_ins).get(id(slot.parameter), {}).items():
+        for name, value in trial_step(self.optimizer, stand_ins).get(id(slot.parameter), {}).items():
             if not isinstance(value, torch.Tensor) or not value.dim():
                 found[name] = value
             elif tuple(value.shape) == seen.shape:

@@ -90,6 +90,21 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, _CheckedOptimizer] = 
 _installed = False
 
 
+class OfOptimizer:
+    """An object that hooks of an optimizer keep alive, and that does not keep the optimizer alive: in a circle, both
+    would wait for the garbage collector, with the memory of parameters and states."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which exists while it calls its hooks, or another object has it."""
+        found = self._optimizer()
+        assert found is not None
+        return found
+
+
 class _DefaultsOfWholes(dict[str, Any]):
     """The defaults of an optimizer in `steps_on_wholes`: copies and pickles, which lack its hooks, have them as well.
 
@@ -140,8 +155,10 @@ def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
 def wholes_of(optimizer: torch.optim.Optimizer) -> StatesOfWholes | None:
     """The states of `optimizer`, if it steps on whole matrices; or if it contains one that does, as its attribute
     `matrix_steps`."""
+    if optimizer not in steps_on_wholes:
+        optimizer = getattr(vars(optimizer).get("matrix_steps"), "optimizer", optimizer)
     ref = steps_on_wholes.get(optimizer)
-    return vars(optimizer).get("matrix_steps") if ref is None else ref()
+    return None if ref is None else ref()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
