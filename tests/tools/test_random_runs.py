@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing.forkserver
+import os
 import time
 from collections import Counter
+from multiprocessing import popen_fork
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,14 +39,30 @@ class _Forked(processes._Rank):
         super()._bootstrap(*args)
 
 
+class _Parent(processes._Rank):
+    """A player that the server forked, and that forks its ranks itself: as the server that a player starts, they are in
+    its process group."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.environment = dict(os.environ)
+
+    def _bootstrap(self, *args: Any) -> NoReturn:
+        os.environ.update(self.environment)
+        processes._Rank._Popen = staticmethod(popen_fork.Popen)  # type: ignore[assignment]
+        super()._bootstrap(*args)
+
+
 class _Forking(ForkServerContext):
-    Process = _Forked
+    def __init__(self, player: type[processes._Rank]) -> None:
+        super().__init__()
+        self.Process = player  # type: ignore[misc, assignment]
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For seeds that do not hang: only ranks whose server the player started are killed with it."""
-    monkeypatch.setattr(run_random.multiprocessing, "get_context", lambda _: _Forking())
+    """For seeds that do not hang."""
+    monkeypatch.setattr(run_random.multiprocessing, "get_context", lambda _: _Forking(_Forked))
 
 
 @pytest.mark.usefixtures("forked")
@@ -78,8 +96,8 @@ def test_failing_and_dying_seeds_are_named(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_seed_that_hangs_is_killed_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLATFSDP_RANDOM_TESTS", str(tmp_path))
+    monkeypatch.setattr(run_random.multiprocessing, "get_context", lambda _: _Forking(_Parent))
     player = run_random._Player()
-
     try:
         assert player.play(Seed(RANKS, 0), 200.0).outcome == "right"  # its pool runs now
         result = player.play(Seed(PROCESS, 8), 4.0)
