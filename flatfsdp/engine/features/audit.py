@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,21 +36,12 @@ from ..runtime.unit import Unit
 from .block_reducer import Step
 from .deterministic_sums import DeterministicSums, running_index
 
+Memory = tuple[weakref.ref[torch.Tensor], tuple[int, ...]]  # a tensor, and versions that show writes to it
 Checksums = dict[str, int]  # of one microbatch, by words, in the order in which they were taken
 
 OF_UNIT = " of unit "
 COMPARES = "compares what an audit has found"
 REMEDY = "No optimizer has stepped with it: go on, on other machines, from a checkpoint that was saved before"
-
-
-class _AtRest(NamedTuple):
-    """A checksum of memory that nobody writes to between steps, a part of `memory` with these `versions`."""
-
-    name: str
-    holder: nn.Parameter
-    memory: torch.Tensor
-    versions: tuple[int, ...]
-    values: torch.Tensor
 
 
 class Audit:
@@ -112,8 +103,7 @@ class Audit:
             problem = "it has one already" if sums is not None else "it was wrapped without deterministic_sums=True"
             raise UsageError(f"Audit(): expected a model with deterministic_sums=True and without an audit; {problem}")
         self._model, self._sums, self._run = weakref.ref(inner), sums, run
-        # By name: the memory, its versions and its checksum.
-        self._kept: dict[str, tuple[weakref.ref[torch.Tensor], tuple[int, ...], int]] = {}
+        self._kept: dict[str, tuple[Memory, int]] = {}  # what lies still, and its checksum, by name
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._seen: dict[int, Checksums] = {}  # of this rank's microbatches of an audited step
         self._again: Checksums | None = None  # of the one that is computed again
@@ -143,7 +133,7 @@ class Audit:
     def _compare(self, model: Model, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Compare parameters, and states of these optimizers. Collective over all axes."""
         agreement, found = agreement_of(model.agreement), self._at_rest(model, optimizers)
-        changed = [now.name for now in found if self._kept_of(now) not in (None, checksum(now.values))]
+        changed = [name for name, _, memory, v in found if self._kept_of(name, memory) not in (None, checksum(v))]
         if agreement.any_rank(bool(changed)):
             every = all_or_none(agreement.peers.axes, lambda: few(changed), doing=COMPARES)
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in every.items() if text)
@@ -153,10 +143,10 @@ class Audit:
                 f"library). {REMEDY}"
             )
 
-    def _kept_of(self, now: _AtRest) -> int | None:
+    def _kept_of(self, name: str, memory: Memory) -> int | None:
         """Its checksum at the end of the last step, unless it was written to since."""
-        memory, versions, found = self._kept.get(now.name, (weakref.ref(self), (), None))
-        return found if memory() is now.memory and versions == now.versions else None
+        (tensor, versions), found = self._kept.get(name, ((None, ()), 0))
+        return found if tensor is memory[0] and versions == memory[1] else None
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the checksums of what `optimizer` may have written to."""
@@ -166,13 +156,15 @@ class Audit:
         self._optimizers.add(optimizer)
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         kept = {}
-        for now in self._at_rest(model, self._optimizers):
-            found = None if id(now.holder) in stepped else self._kept_of(now)
-            kept[now.name] = weakref.ref(now.memory), now.versions, checksum(now.values) if found is None else found
+        for name, holder, memory, values in self._at_rest(model, self._optimizers):
+            found = None if id(holder) in stepped else self._kept_of(name, memory)
+            kept[name] = memory, checksum(values) if found is None else found
         self._kept = kept
 
-    def _at_rest(self, model: Model, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[_AtRest]:
-        """This rank's parameters, and the tensors that `optimizers` keep for them."""
+    def _at_rest(
+        self, model: Model, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Iterator[tuple[str, nn.Parameter, Memory, torch.Tensor]]:
+        """This rank's parameters, and what `optimizers` keep for them: by name, with the parameter that users hold."""
         states = [*{id(each.state): each.state for each in optimizers}.values()]
         for unit in model.units:
             for handle in unit.handles:
@@ -182,13 +174,13 @@ class Audit:
                     name, span = _name(unit, spec.name), handle.layout.span_in_shard(index, handle.rank)
                     holder, shard = handle.face.holder_of(index), handle.shard
                     if handle.has_memory and not span.is_empty:
-                        yield _AtRest(name, holder, shard, written, shard[span.slice])
+                        yield name, holder, (weakref.ref(shard), written), shard[span.slice]
                     for key, value in [pair for each in states if holder in each for pair in each[holder].items()]:
-                        for part, memory in enumerate(_plain(value)):
-                            of_unit = isinstance(holder, FlatParameter) and memory.numel() == shard.numel()
-                            values = memory.view(-1)[span.slice] if of_unit else memory
+                        for part, each in enumerate(_plain(value)):
+                            of_unit = isinstance(holder, FlatParameter) and each.numel() == shard.numel()
                             words = f"{key}{f' ({part})' if part else ''} of {name}"
-                            yield _AtRest(words, holder, memory, (memory._version,), values)
+                            memory = weakref.ref(each), (each._version,)
+                            yield words, holder, memory, each.view(-1)[span.slice] if of_unit else each
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 
