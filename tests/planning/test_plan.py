@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import time
 from math import prod
 
 import pytest
@@ -299,6 +300,15 @@ def test_planning_a_whole_model_is_fast() -> None:
     # The second takes 0.2 s of a core here. Other processes on the machine slow it down, so that the bound is larger.
     assert padding.seconds_of(padding.gpt_oss(), 128, 1024) < 0.3
     assert min(padding.seconds_of(padding.deepseek_v3(), 128, 1024) for _ in range(3)) < 0.6
+
+
+def test_planning_hundreds_of_whole_matrices_takes_less_than_two_seconds() -> None:
+    params = [ParamSpec(name, shape) for name, shape in padding.deepseek_v3()[3].items()]
+    grains: dict[str, Grain] = {param.name: Preferred(Whole()) for param in params if len(param.shape) > 1}
+    start = time.process_time()  # not disturbed by other processes
+    layout = plan(params, grains, world=256, align=8)
+    assert time.process_time() - start < 2
+    assert len(params) > 700 and 0 < len(layout.given_up) < 300
 
 
 def test_a_plan_over_the_budget_names_cheaper_choices() -> None:

@@ -166,16 +166,19 @@ class _Segment:
         piece: elements of each rank's piece.
         gaps: the intervals without parameters, in order.
         offsets: (first element, index) of each parameter.
+        last: the item that was poured last, and the gap before which there is none for an equal one.
     """
 
     piece: int
     align: int
     gaps: list[tuple[int, int]]
     offsets: list[tuple[int, int]] = field(default_factory=list)
+    last: tuple[Item, int] = ((0, 0), 0)
 
     def put(self, index: int, item: Item, gap: int, first: int) -> None:
         """Place a parameter in a gap."""
         start, stop = self.gaps[gap]
+        self.last = (0, 0), 0
         end = first + item[0]
         self.gaps[gap : gap + 1] = [each for each in ((start, first), (end, stop)) if each[0] < each[1]]
         self.offsets.append((first, index))
@@ -198,12 +201,16 @@ class _Segment:
         if not item[0]:
             self.offsets.append((0, index))
             return True
-        for gap, (start, stop) in enumerate(self.gaps):
+        last, begin = self.last
+        for gap in range(begin if last == item else 0, len(self.gaps)):
+            start, stop = self.gaps[gap]
             if stop - start >= item[0]:
                 first = _first_fit(start, stop, item, self.piece, self.align)
                 if first is not None:
                     self.put(index, item, gap, first)
+                    self.last = item, gap
                     return True
+        self.last = item, len(self.gaps)
         return False
 
 
@@ -305,6 +312,11 @@ def _smallest(items: Sequence[Item], indices: Sequence[int], world: int, align: 
     at least `below` elements."""
     contents = _Contents.of(items, indices)
     least = max(-(-sum(items[i][0] for i in indices) // world), *(min(items[i]) for i in indices))
+    whole = sorted((items[i][0] for i in indices if items[i][1] >= items[i][0]), reverse=True)
+    for count in range(
+        1, -(-len(whole) // world)
+    ):  # of the first `count * world + 1`, some rank has one more than that
+        least = max(least, sum(whole[count * world - count : count * world + 1]))
     grains = {grain for _, grain in contents.alike}
     best: _Segment | None = None
     for unit in sorted({lcm(each, align) for each in (lcm(*grains), *grains, 1)}, reverse=True):
@@ -336,7 +348,8 @@ def _search(items: tuple[Item, ...], world: int, align: int) -> tuple[_Segment, 
     best: list[_Segment] = []
     aligned = sum(_round_up(numel, align) for numel, _ in items)
     below = 4 * (aligned + lcm(align, *by_grain)) + 1  # everything fits in the first piece
-    for groups in ([blocked + others], [blocked, others], [*by_grain.values(), others]):
+    candidates = [[blocked + others], [blocked, others], [*by_grain.values(), others]]
+    for groups in candidates if blocked else candidates[:1]:
         segments: list[_Segment] = []
         room = below
         for group in groups:
