@@ -29,6 +29,7 @@ from tests.harness import inspect
 from tests.harness.delayed import DelayedTransport
 from tests.harness.gradients import (
     Gradients,
+    Names,
     Together,
     averaged_over_ranks,
     filled,
@@ -189,16 +190,10 @@ def _differences(
             found = program(model, rank, step)
             yield from (f"step {step}: {line}" for line in _compared("result", flat(found), results, bound))
             yield from (f"step {step}: {line}" for line in at_rest(model))
-            gradients, sets = _gradients(model)
-            if gradients.keys() != averaged.keys():
-                yield f"step {step}: found gradients of {sorted(gradients)}, expected {sorted(averaged)}"
+            if step == 0:
+                names, sets = _names(model)
             right = filled(averaged, sets, partial(_zeros, expected.parameters))
-            for name in gradients.keys() & averaged.keys():
-                mine, others = gradients[name], right[name]
-                if mine is not None and others is not None:
-                    yield from (f"step {step}: {line}" for line in _compared(name, [mine], [others], bound))
-                elif what := unlike(mine, others):
-                    yield f"step {step}: gradient of {name}: {what}"
+            yield from (f"step {step}: {line}" for line in _own_gradients(model, names, right, bound))
             optimizer.step()
             if {id(p) for p in model.parameters()} != identities:
                 yield f"step {step}: parameters are other objects than before"
@@ -244,10 +239,31 @@ def full_gradients(model: Any) -> Gradients:
         return gradients_of(model) | {name: torch.zeros_like(p) for name, p in trained.items() if not p.numel()}
 
 
-def _gradients(model: Any) -> tuple[Gradients, Together]:
-    """The unsharded gradients, and the sets of parameters that have gradients together."""
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
-        return gradients_of(model), together(model, names_of(model))
+def _names(model: Any) -> tuple[Names, Together]:
+    """The names of parameters, and the sets of those that have gradients together. Collective."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        names = names_of(model)
+        return names, together(model, names)
+
+
+def _own_gradients(model: Any, names: Names, right: Gradients, bound: float) -> Iterator[str]:
+    """A line for each gradient of which this rank's piece is not that of the `right` one. Other ranks compare the other
+    pieces: no communication."""
+    inspect.bring_to_rest(model)
+    trained = set()
+    for flat in inspect.flat_params(model):
+        for index, (original, found) in enumerate(zip(flat.originals, flat.own_gradients(), strict=True)):
+            if not original.requires_grad:
+                continue
+            trained.add(name := names[original])
+            whole = right.get(name)
+            expected = None if whole is None else flat.own_piece(index, whole)
+            if found is not None and expected is not None:
+                yield from _compared(name, [found], [expected], bound)
+            elif expected is None or expected.numel():
+                yield from (f"gradient of {name}: {what}" for what in [unlike(found, expected)] if what)
+    if trained != right.keys():
+        yield f"found gradients of {sorted(trained)}, expected {sorted(right)}"
 
 
 def full_parameters(model: Any) -> dict[str, Tensor]:

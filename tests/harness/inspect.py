@@ -30,9 +30,11 @@ from flatfsdp.engine.features.gradient_hooks import GradientHooks
 from flatfsdp.engine.flat import flat_param
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
+from flatfsdp.engine.models.rest import quiesce
 from flatfsdp.engine.models.walks import units_in
 from flatfsdp.engine.runtime.iteration import STAGE_STEPS
 from flatfsdp.engine.runtime.model import model_of
+from flatfsdp.engine.state.consolidate import store
 from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.engine.wrapping import shared_storage
 
@@ -197,6 +199,17 @@ class FlatParam:
         """This rank's place on the shard axis."""
         found: int = self._handle.rank
         return found
+
+    def own_gradients(self) -> list[Tensor | None]:
+        """This rank's piece of the gradient of each of `originals`."""
+        return list(self._handle.face.grads_of_leaves()) or [None] * len(self.originals)
+
+    def own_piece(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's piece of `whole`, a value in the shape of `originals[index]`."""
+        shard = torch.zeros(self.layout.shard_numel, dtype=whole.dtype)
+        store(self.layout, self.rank, shard, index, whole)
+        piece: Tensor = self._handle.at_rest.view_of(shard, index)
+        return piece
 
     @property
     def has_orig_params(self) -> bool:
@@ -390,6 +403,11 @@ def unit(wrapper: Any) -> Unit:
 def opens_ranges(wrapper: Any) -> bool:
     """Whether actions of its unit open ranges of a profiler."""
     return "reshard" in wrapper._unit.__dict__
+
+
+def bring_to_rest(model: Any) -> None:
+    """What a call between iterations begins with. No communication."""
+    quiesce(_model(model).units, collective=False)
 
 
 def flat_params(model: Any) -> list[FlatParam]:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from flatfsdp import FullyShardedDataParallel
+from tests.conftest import Run
 from tests.harness import parity
+from tests.harness.corners import Net, Setting, data, differences, loss_of
 from tests.harness.models import CASES
 from tests.harness.reference import Recipe, concatenated, sequential
 
@@ -170,3 +173,29 @@ def test_fsdp1_agrees_with_one_batch() -> None:
     parity.check(2, Recipe("transformer", clip=0.5), engine=FSDP1, oracle="concatenated", **options)
     options |= {"sharding_strategy": "HYBRID_SHARD", "mesh": (2, 2)}
     parity.check(4, Recipe("mlp", replicas=2), engine=FSDP1, **options)
+
+
+def wrong_on_one_rank(model: Any, rank: int, step: int) -> torch.Tensor:
+    """Under the engine, rank 1 changes its pieces of gradients: the first is missing, the others are doubled."""
+    loss = loss_of(model(data(rank, step)))
+    loss.backward()
+    if isinstance(model, FullyShardedDataParallel) and rank == 1:
+        grads = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        if len(grads) > 4:  # original parameters
+            grads.pop(0).grad = None
+        for parameter in grads:
+            parameter.grad.mul_(2)  # type: ignore[union-attr]
+    return loss
+
+
+def found_by_corners(rank: int, world: int, orig: bool) -> list[str]:
+    return differences(rank, world, Net, wrong_on_one_rank, under=[Setting(orig=orig)], steps=1)
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["original", "flat"])
+def test_wrong_gradients_of_one_rank_are_found_there(orig: bool, run: Run) -> None:
+    """Each rank compares its own pieces; the parameters at the end are compared as a whole by all."""
+    right, wrong = run(2, found_by_corners, orig)
+    assert right and not [line for line in right if "at the end: " not in line]
+    assert [line for line in wrong if "step 0: " in line and "differs by a norm" in line]
+    assert orig == any("gradient of" in line and "None, expected a gradient" in line for line in wrong)
