@@ -1,1 +1,8 @@
-"""The state of each rank, redundant in the memory of others, so that a job outlives the loss of ranks."""
+"""Jobs that shrink and grow, and outlive the loss of ranks: a model and its optimizer move to other ranks in memory."""
+
+from __future__ import annotations
+
+from .api import regroup
+from .transfer import Moved
+
+__all__ = ["Moved", "regroup"]

@@ -89,10 +89,11 @@ def is_first_of(process_group: Any, device_mesh: Any) -> bool:
 
 def plan_groups(config: Config, device: torch.device) -> ProcessGroups:
     """The axes for `config`, whose groups are resolved. Creates the communicator for reductions, once per group."""
-    return _plan(config.sharding_strategy, config.process_group, device)
+    return plan_in(config.sharding_strategy, config.process_group, device)
 
 
-def _plan(strategy: ShardingStrategy, given: Any, device: torch.device) -> ProcessGroups:
+def plan_in(strategy: ShardingStrategy, given: Any, device: torch.device) -> ProcessGroups:
+    """The axes of `strategy` over the group, or the pair of groups, `given`. As `plan_groups`."""
     # A plan holds references to its groups, so their ids stay unique for as long as it exists.
     key = strategy, device, *map(id, given if isinstance(given, tuple) else [given])
     plan = _plans.get(key)
@@ -241,8 +242,8 @@ def plan_over(strategy: ShardingStrategy, ranks: tuple[Any, ...], device: torch.
     Collective over the members if a group is created.
     """
     if strategy in HYBRIDS:
-        return _plan(strategy, tuple(_group_over(each) for each in ranks), device)
-    return _plan(strategy, _group_over(ranks), device)
+        return plan_in(strategy, tuple(_group_over(each) for each in ranks), device)
+    return plan_in(strategy, _group_over(ranks), device)
 
 
 def _group_over(ranks: tuple[int, ...]) -> Any:

@@ -28,8 +28,9 @@ from .collective_calls import READING
 
 NO_ANSWER = "does not answer"
 
-# Models over the same ranks are distinguished by the order in which they first run, which is the same on all ranks.
-_models: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+# Models over the same ranks are distinguished by the order in which they first run, which is the same on all ranks. In
+# another default process group, the same numbers may stand for other processes.
+_models: weakref.WeakKeyDictionary[Watchdog, defaultdict[tuple[int, ...], Iterator[int]]] = weakref.WeakKeyDictionary()
 
 
 class RankExchange:
@@ -69,8 +70,9 @@ class RankExchange:
     def know(self, ranks: Sequence[int]) -> Watchdog:
         """Record that these ranks have answered, so that notes may be left for them. Returns the watchdog."""
         self.ranks = tuple(sorted(ranks))
-        self.scope = f"{hash63(str(self.ranks)):x}.{next(_models[self.ranks])}"
         self.watch = current_watch()
+        known = _models.setdefault(self.watch, defaultdict(itertools.count))
+        self.scope = f"{hash63(str(self.ranks)):x}.{next(known[self.ranks])}"
         return self.watch
 
     @property

@@ -23,7 +23,7 @@ from ..base import _dtensor
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
-from ..guards.optimizer_hooks import OfOptimizer, check_shapes, give_wholes, steps_on_wholes
+from ..guards.optimizer_hooks import HeldState, OfOptimizer, check_shapes, give_wholes, steps_on_wholes
 from ..layout.layout import Span
 from ..models import param_registry as registry
 from ..models.rest import quiesce
@@ -230,6 +230,36 @@ class BlockStates(OfOptimizer):
                 states[key] = dict(states[key])
                 self._join(slot, states[key])
         return {**state_dict, "state": states}
+
+    @torch.no_grad()
+    def held(self, parameter: torch.Tensor) -> tuple[list[HeldState], State] | None:
+        """The codes of this rank's elements and the scales of their blocks, and other states; None if none of them is
+        quantized."""
+        state, slot = self.optimizer.state.get(parameter, {}), self.slot_of(parameter)
+        if slot is None or not self.is_quantized(slot) or any(CODES in str(key) for key in state):
+            return None
+        found: list[HeldState] = []
+        others: State = {}
+        block = int(self.optimizer.block_size)
+        for name, value in state.items():
+            if name not in NAMES:
+                others[name] = value
+            elif (local := self._local(slot, value)).numel():
+                found.append(HeldState(name + self._codes, _codes_of(local).reshape(-1), slot.spec.shape, slot.start))
+                scales = local.scale.detach().reshape(-1)
+                found.append(HeldState(name + SCALES, scales, (slot.spec.numel // block,), slot.start // block))
+        return found, others
+
+    def ranks_changed(self) -> None:
+        """A step puts states together again, from codes and scales.
+
+        Raises:
+            UsageError: a parameter is cut inside of a block.
+        """
+        self._facts = None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.slot_of(parameter)
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
         """This rank's part of the state before the first step, as `to_shards` divides it; None if it is in no unit."""

@@ -25,7 +25,7 @@ from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
 from ..flat.flat_param import FlatParameter
-from ..guards.optimizer_hooks import OfOptimizer, give_wholes, is_at_work, looking, steps_on_wholes
+from ..guards.optimizer_hooks import HeldState, OfOptimizer, give_wholes, is_at_work, looking, steps_on_wholes
 from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
@@ -34,8 +34,8 @@ from ..state.optim.optimizer_clone import clone_over
 from ..state.parts import axes_of_parts
 from .fused_steps import is_fused
 from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
-from .matrix_exchange import Entry, MatrixExchange, Slot, raise_failures
-from .matrix_states import to_owners, to_shards
+from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, raise_failures
+from .matrix_states import form_of, to_owners, to_shards, whole_state
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
 from .own_steps import OwnSteps, changed
@@ -213,6 +213,33 @@ class _Stepper(OfOptimizer):
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
         """A hook: a state dict of this rank may have states of whole matrices."""
+        self._has_wholes = self._began = True
+
+    def held(self, parameter: torch.Tensor) -> tuple[list[HeldState], State] | None:
+        """The states of whole matrices of `parameter` that this rank has as their owner, and other values of these;
+        None if it has none."""
+        known = self._steps.entries.get(id(parameter), []) if self._steps is not None else []
+        states = self.optimizer.state
+        owned = [each for each in known if form_of(states, each) == WITH_STATE]
+        if isinstance(self._work, MuonSteps) or not owned:
+            return None
+        found: list[HeldState] = []
+        others: State = {}
+        for entry in owned:
+            for name, value in whole_state(states, entry).items():
+                if not isinstance(value, torch.Tensor) or not value.dim():
+                    others[name] = value
+                elif tuple(value.shape) == entry.seen.shape:
+                    found.append(HeldState(name, entry.seen.flat(value), entry.slot.spec.shape, entry.seen.span.start))
+                else:
+                    found.append(HeldState(name, value.detach().contiguous().view(-1), tuple(value.shape), 0))
+        return found, others
+
+    def ranks_changed(self) -> None:
+        """Matrices get owners among the ranks that there are now; those that the user has named are of earlier ones."""
+        self._owners.clear()
+        self._asked.clear()
+        self._steps = None
         self._has_wholes = self._began = True
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:

@@ -146,9 +146,10 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
+        flat_param: FlatParameter | None = None,
     ) -> None:
         """Take `shard` as this rank's piece of `leaves` laid out by `layout`; use `flatten` to make one from
-        unsharded parameters."""
+        unsharded parameters. `flat_param`: that of a handle which this one replaces."""
         self.name = ""
         self.leaves = list(leaves)
         self.layout = layout
@@ -168,7 +169,7 @@ class FlatParamHandle:
         self.shard = shard
         self._counted = self.shard_bytes
         tracker.add("shard", self._counted)
-        self.flat_param = FlatParameter(shard, requires_grad=options.trainable)
+        self.flat_param = FlatParameter(shard, requires_grad=options.trainable) if flat_param is None else flat_param
         self.flat_param._handle_ref = weakref.ref(self)
         self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
         self.leaves = list(self.face.leaves)

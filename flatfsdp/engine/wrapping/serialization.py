@@ -47,7 +47,7 @@ from ..transforms.extensions import Transform, TransformedParam, as_transform, m
 from .build import install_extensions, new_model
 from .wrapper_support import keep_model
 
-_OF_UNIT = ("_unit", "_kept_root")
+OF_UNIT = ("_unit", "_kept_root")
 # The fields of `BuiltWith` in plans.
 _BUILT = tuple(each.name for each in fields(BuiltWith) if each.name not in ("modules", "device_mesh"))
 _OPTIONS = ("schedule", "state_dict", "backward_prefetch", "forward_prefetch", "names_prefetch")
@@ -102,7 +102,7 @@ class UnitPlan:
     residuals: Sequence[Mapping[str, torch.Tensor]] = ()
 
 
-def _plans(module: nn.Module, units: list[Unit]) -> list[UnitPlan]:
+def plans_of(module: nn.Module, units: list[Unit]) -> list[UnitPlan]:
     """The plans of `units`, those inside `module`, which must include owners of tied parameters.
 
     Raises:
@@ -161,7 +161,7 @@ def _plan(unit: Unit, entries: list[nn.Module], owned: Mapping[int, tuple[int, i
     )
 
 
-def _build(plans: Sequence[UnitPlan], lists: Lists) -> list[Unit]:
+def build_units(plans: Sequence[UnitPlan], lists: Lists) -> list[Unit]:
     """The units of `plans`, rebuilt in the modules that these name."""
     units = [_unit_of(plan) for plan in plans]
     for unit, plan in zip(units, plans, strict=True):
@@ -229,7 +229,7 @@ def _unit_of(plan: UnitPlan) -> Unit:
     return unit
 
 
-def _units_at_rest(module: nn.Module) -> list[Unit]:
+def units_at_rest(module: nn.Module) -> list[Unit]:
     """The units inside, at rest: users' replacements for parameters have been copied into their shards."""
     units = units_in(module)
     quiesce(units, collective=False, check=_check_copyable)
@@ -270,14 +270,14 @@ def _taking(units: list[Unit]) -> Iterator[None]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of `module` as its class pickles them, without its unit and its methods that gather."""
-    left_out = (*_OF_UNIT, *module.__dict__.get(REGISTERED, ()))
+    left_out = (*OF_UNIT, *module.__dict__.get(REGISTERED, ()))
     of_class = getattr(type(module), "__getstate__", None)
     plain = of_class is None or of_class is getattr(object, "__getstate__", None)
     state = vars(module) if plain else of_class(module)  # type: ignore[misc]  # not None
     return {key: value for key, value in state.items() if key not in left_out}
 
 
-def _lists_of(units: list[Unit]) -> Lists:
+def lists_of(units: list[Unit]) -> Lists:
     """The lists of units that `units` name, by their numbers among these."""
     numbers = {unit: number for number, unit in enumerate(units)}
 
@@ -295,7 +295,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     groups shared."""
     if module.__dict__["_unit"] in _under_way:
         return _copy_attributes(module, memo)
-    units = _units_at_rest(module)
+    units = units_at_rest(module)
     with _taking(units):
         for unit in units:
             groups = {group for each in unit.axes.all for group in groups_of(each)}
@@ -303,8 +303,8 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             for shared in (*groups, *meshes, unit.built.device_mesh):
                 memo[id(shared)] = shared
         twin = _copy_attributes(module, memo)
-        plans = copy.deepcopy(_plans(module, units), memo)
-        twins = _build(plans, _lists_of(units))
+        plans = copy.deepcopy(plans_of(module, units), memo)
+        twins = build_units(plans, lists_of(units))
     for unit, made in zip(units, twins, strict=True):
         for old, new in zip(unit.handles, made.handles, strict=True):
             holders = zip(old.face.holders, new.face.holders, strict=True)
@@ -347,7 +347,7 @@ def reduce(module: nn.Module, *made_by: Any) -> tuple[Any, ...]:
     instance: every shard once."""
     if module.__dict__["_unit"] in _under_way:
         return made_by[0], made_by[1:], _attributes(module)
-    units = _units_at_rest(module)
+    units = units_at_rest(module)
     _refuse_dtensors(units)
     if any(getattr(unit.options, name) is not None for unit in units for name in _HOOKS):
         warn_once_per_job(
@@ -356,7 +356,7 @@ def reduce(module: nn.Module, *made_by: Any) -> tuple[Any, ...]:
         )
     buffer = io.BytesIO()
     with _taking(units):
-        torch.save((module, [_pickled(plan) for plan in _plans(module, units)], _lists_of(units)), buffer)
+        torch.save((module, [_pickled(plan) for plan in plans_of(module, units)], lists_of(units)), buffer)
     return _load, (buffer.getvalue(),)
 
 
@@ -412,7 +412,7 @@ def _load(data: bytes) -> nn.Module:
                     f"this model was pickled on rank {settings['rank']} of its shard group but is loaded on rank "
                     f"{groups.shard.rank}; each rank must load its own pickle"
                 )
-    _build([_on(plan, mesh_of) if plan.in_place else plan for plan in plans], lists)
+    build_units([_on(plan, mesh_of) if plan.in_place else plan for plan in plans], lists)
     loaded: nn.Module = module
     return loaded
 
