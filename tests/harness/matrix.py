@@ -216,13 +216,14 @@ def covering_array(cells: Iterable[C], factors: Iterable[str] = CROSSED) -> list
 
 
 def crossed(count: int) -> list[Cell]:
-    """``count`` cells with all settings, the same at every call: first those that cover all `crossed_pairs`."""
+    """``count`` cells with all settings, or more if that many cover all `crossed_pairs`, which come first. They are the
+    same at every call."""
     drawn = random.Random(20261121)
     cells = [Cell(**{name: drawn.choice(levels) for name, levels in CROSSED.items()}) for _ in range(500)]
     cells = [cell for cell in dict.fromkeys(cells) if illegal(cell) is None]
     covering = covering_array(cells)
     others = (cell for cell in cells if cell not in covering)
-    return [*covering, *islice(others, count - len(covering))]
+    return [*covering, *islice(others, max(0, count - len(covering)))]
 
 
 def each_alone() -> list[Cell]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import pool, reference
+from tests.harness import inspect, pool, reference
 from tests.harness.gradients import (
     Gradients,
     Together,
@@ -129,6 +129,8 @@ class FSDP(Engine):
     def together(self, model: Any) -> Together:
         if self.package != "flatfsdp":
             return together_in_torchs(model)
+        if all(each.has_orig_params for each in inspect.flat_params(model)):
+            return ()
         with type(model).summon_full_params(model, writeback=False):
             return together(model, names_of(model))
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.distributed
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 ARRAY = covering_array(legal_cells())
-CROSSED = crossed(40)
+CROSSED = crossed(40 if is_thorough() else 0)
 
 
 def all_pairs(cells: Any) -> set[Any]:
