@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tools.reserved.allocator import MIB, Allocator, Block, DeviceOutOfMemory, Settings
+from flatfsdp.engine.inspection.allocator import MIB, Allocator, Block, DeviceOutOfMemory, Settings
 
 pytestmark = pytest.mark.unit
 
@@ -146,30 +146,6 @@ def test_peaks_begin_again_from_what_is_there() -> None:
     assert (memory.allocated.peak, memory.reserved.peak) == (0, 30 * MIB)
 
 
-def test_blocks_above_the_limit_for_splitting_serve_only_requests_of_about_their_size() -> None:
-    memory = Allocator(Settings(max_split=64 * MIB))
-    memory.free(memory.malloc(100 * MIB, MAIN))
-    memory.malloc(30 * MIB, MAIN)
-    assert memory.reserved.now == 130 * MIB
-    assert memory.malloc(90 * MIB, MAIN).size == 100 * MIB
-    assert memory.reserved.now == 130 * MIB
-
-
-def test_with_a_limit_for_splitting_large_blocks_are_given_back_before_all_others() -> None:
-    memory = Allocator(Settings(capacity=200 * MIB, max_split=64 * MIB))
-    memory.free(memory.malloc(30 * MIB, MAIN))
-    memory.free(memory.malloc(100 * MIB, MAIN))
-    memory.malloc(60 * MIB, SIDE)
-    memory.malloc(90 * MIB + 512, OTHER)
-    assert memory.retries == 1  # streams have their own
-    memory = Allocator(Settings(capacity=200 * MIB, max_split=64 * MIB))
-    memory.free(memory.malloc(30 * MIB, MAIN))
-    for block in [memory.malloc(70 * MIB, MAIN), memory.malloc(80 * MIB, MAIN)]:
-        memory.free(block)
-    memory.malloc(140 * MIB, MAIN)
-    assert (memory.retries, memory.reserved.now) == (0, 170 * MIB)
-
-
 def test_collection_gives_back_the_oldest_unused_segments_first() -> None:
     memory = Allocator(Settings(capacity=1000 * MIB, collect_above=0.1))
     old, young = memory.malloc(60 * MIB, MAIN), memory.malloc(60 * MIB, MAIN)
@@ -180,11 +156,6 @@ def test_collection_gives_back_the_oldest_unused_segments_first() -> None:
     memory.malloc(70 * MIB, MAIN)  # 130 were reserved, 30 too many
     assert sorted(block.size // MIB for block in memory.cached()) == [10, 60]
     assert memory.reserved.now == 140 * MIB
-
-
-def test_sizes_are_rounded_up_to_parts_of_a_power_of_two() -> None:
-    memory = Allocator(Settings(roundup_power2_divisions=4))
-    assert [memory.malloc(size, MAIN).size for size in (1024, 1200, 4096, 4097)] == [1024, 1280 + 256, 4096, 5120]
 
 
 def test_expandable_segments_grow_by_pages_and_are_one_range() -> None:

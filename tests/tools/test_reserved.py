@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 
+from flatfsdp.engine.inspection.allocator import MIB
 from tests.harness import fresh
 from tools.benchmark.models import GPT, Case, GPTBlock
-from tools.reserved.allocator import MIB
+from tools.reserved.__main__ import BILLION
 from tools.reserved.training import Figures, measure
 
 pytestmark = pytest.mark.process
@@ -18,16 +19,30 @@ SMALL = Case("small", partial(GPT, 512, 64, 256, 2, 4), GPTBlock, 64, 512, 1)
 PARAMETERS = 2 * (12 * 256**2 + 13 * 256) + 2 * 512 * 256 + 64 * 256 + 2 * 256
 
 
-def measured(rank: int, world: int, engine: str) -> Figures:
+def measured(rank: int, world: int, case: Case, engine: str, steps: int) -> Figures:
     """In a process that has imported torch and has not trained."""
-    return measure(SMALL, engine, 8)
+    return measure(case, engine, 8, steps)
+
+
+def figures(case: Case, engine: str, steps: int = 3) -> Figures:
+    (outcome,) = fresh.run(1, measured, case, engine, steps)
+    assert outcome.exit_code == 0, outcome
+    found: Figures = outcome.result
+    return found
+
+
+@pytest.mark.parametrize("engine", ["flatfsdp", "flatfsdp-front"])
+def test_what_is_reserved_is_close_to_what_is_in_use(engine: str) -> None:
+    """A GPT of 1B parameters, one rank of 8; FSDP2 reserves 4,236 MiB for it on a card."""
+    found = figures(BILLION, engine, steps=2)
+    assert found.reserved <= 1.05 * found.in_use
+    assert found.reserved <= 0.85 * 4236 * MIB
+    assert found.retries == 0
 
 
 @pytest.mark.parametrize("engine", ["flatfsdp", "flatfsdp-front", "fsdp1", "fsdp2"])
 def test_each_engine_trains_and_holds_its_shards_the_moments_and_workspaces_between_steps(engine: str) -> None:
-    (outcome,) = fresh.run(1, measured, engine)
-    assert outcome.exit_code == 0, outcome
-    found = outcome.result
+    found = figures(SMALL, engine)
     wanted = 3 * 4 * PARAMETERS / 8 + 65 * MIB
     assert wanted <= found.between <= wanted + MIB  # small tensors are rounded up
     assert found.between < found.allocated <= found.in_use < found.reserved

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flatfsdp.engine.inspection.allocator import MIB, Settings
 from tools.benchmark.models import GPT, Case, GPTBlock
 
-from .allocator import MIB, Settings
 from .training import Figures, measure
 
 ENGINES = ("flatfsdp", "flatfsdp-orig", "flatfsdp-front", "fsdp1", "fsdp2")
@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=tuple(WORLDS))
     parser.add_argument("--steps", type=int, default=3, help="steps of training, the last of which is shown")
-    parser.add_argument("--behind", action="store_true", help="the device passes only events the host waits for")
     parser.add_argument("--expandable", action="store_true", help="with expandable_segments (the card had none)")
     args = parser.parse_args()
     settings = Settings(expandable_segments=args.expandable)
@@ -58,7 +57,7 @@ def main() -> None:
         for engine in args.engines:
             fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))  # engines leave state behind
             with fresh:
-                job = fresh.submit(measure, BILLION, engine, ranks, args.steps, settings, keeps_up=not args.behind)
+                job = fresh.submit(measure, BILLION, engine, ranks, args.steps, settings)
                 found = job.result()
             print(f"| {' | '.join(row(engine, found, measured()[WORLDS[ranks]][engine]))} |", flush=True)
 

@@ -1,4 +1,4 @@
-"""A card that does not exist: tensors without memory, streams that run nothing, and an allocator that counts.
+"""A card that does not exist, for engines that know nothing of dry runs: tensors on a device without kernels.
 
     with FakeCuda() as card:
         model = nn.Linear(1024, 1024, device=DEVICE)
@@ -7,30 +7,16 @@
 
 [Note: device] A torch without CUDA computes no gradients on a device of CUDA, fake or not. So the device is of another
 type, "lazy": torch takes it for no accelerator, and runs its backward in the thread that calls it. Engines see a module
-`torch.lazy` with the interface of `torch.cuda`.
-
-[Note: storages] Tensors are torch's fake tensors, whose storages have a size and no memory. Each new storage takes a
-block of the allocator's model on the stream that is current in the thread that made it, and gives it back when torch
-frees the storage, or resizes it to nothing. Operations dispatch as on a real device, so temporaries between them are
-seen; those within one kernel are not (`assumed`). Where autograd adds up gradients in place on a device, but not with
-fake tensors, it does so here.
-
-[Note: progress] Whether the device has passed an event decides when memory that `record_stream` was called for is free.
-Either the device keeps up with the host and has passed every event, or it never does by itself: then the host knows of
-what it has waited for, and what was ordered before that.
+`torch.lazy` with the interface of `torch.cuda`. The device keeps up with the host: it has passed every event that it is
+asked about.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -38,144 +24,94 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .allocator import Allocator, Block, Settings
+from flatfsdp.engine.base._torch import is_sum_of_autograd
+from flatfsdp.engine.inspection.allocator import Settings
+from flatfsdp.engine.inspection.simulated import SimulatedDevice, SimulatedEvent, SimulatedStream, Storages, fakes_in
 
 KIND = "lazy"
 DEVICE = torch.device(KIND, 0)
 LAZY, META = 17, 14  # places of these devices in torch's table of devices
 
-ALONE = 2  # uses of a storage that one tensor has
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
-
-class Clock(dict["FakeStream", int]):
-    """The last tick of each stream that is known to be passed."""
-
-    def learn(self, other: Clock) -> None:
-        for stream, tick in other.items():
-            self[stream] = max(self.get(stream, 0), tick)
-
-
-class FakeEvent:
-    """A point in a stream, once recorded."""
+class FakeEvent(SimulatedEvent):
+    """A point in a stream, which the device has passed."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.clock = Clock()
-        self.at: tuple[FakeStream, int] | None = None
+        pass
 
-    def record(self, stream: FakeStream | None = None) -> None:
-        stream = stream or card().current_stream()
-        stream.clock[stream] += 1
-        self.clock, self.at = Clock(stream.clock), (stream, stream.clock[stream])
+    def record(self, stream: Any = None) -> None:
+        pass
 
-    def wait(self, stream: FakeStream | None = None) -> None:
-        (stream or card().current_stream()).wait_event(self)
+    wait = record
 
     def query(self) -> bool:
-        return card().is_past(self)
-
-    def synchronize(self) -> None:
-        card().host.learn(self.clock)
+        return True
 
 
-class FakeStream:
-    """An order of operations; named in the order of creation."""
+class FakeStream(SimulatedStream):
+    """A stream of the device; its operations are finished at once."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
-        self.name = card().name_of_new_stream()
-        self.clock = Clock({self: 0})
-        self.device = DEVICE
+    device = DEVICE
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = event or FakeEvent()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.clock.learn(event.clock)
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.wait_event(stream.record_event())
+        return event or FakeEvent()
 
     def synchronize(self) -> None:
-        self.record_event().synchronize()
+        pass
 
     def query(self) -> bool:
-        return self.record_event().query()
-
-    def __repr__(self) -> str:
-        return self.name
+        return True
 
 
-_entered: list[FakeCuda] = []
+class FakeCuda(SimulatedDevice):
+    """The device, while it is entered as a context."""
 
+    Stream, Event = FakeStream, FakeEvent  # type: ignore[assignment]
 
-def card() -> FakeCuda:
-    """The device in use."""
-    return _entered[-1]
-
-
-class FakeCuda:
-    """The device, while it is entered as a context.
-
-    Attributes:
-        allocator: the memory.
-        host: what the host knows to be passed.
-        keeps_up: whether the device has passed every event that it is asked about. [Note: progress]
-    """
-
-    Stream, Event = FakeStream, FakeEvent
-
-    def __init__(self, settings: Settings | None = None, *, keeps_up: bool = True) -> None:
-        self.keeps_up = keeps_up
-        self.host = Clock()
-        self._streams = 0
-        self._thread = threading.local()
+    def __init__(self, settings: Settings | None = None) -> None:
+        super().__init__(settings or Settings())
+        self._current = [FakeStream()]
+        self._default = self._current[0]
         self._stack = ExitStack()
-        self.allocator = Allocator(
-            settings, mark=lambda stream: stream.record_event(), is_past=self.is_past, wait=FakeEvent.synchronize
-        )
-        self.memory = Memory(self)
+        self.memory = Memory(self.storages)
 
     def __enter__(self) -> FakeCuda:
         _accept_the_device()
-        _entered.append(self)
-        self._default = FakeStream()
         self._stack.enter_context(patch.object(torch, KIND, self, create=True))
         self._stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
-        self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self.memory.resizing()))
-        self._stack.enter_context(patch.object(torch.Tensor, "record_stream", record_stream))
+        self._stack.enter_context(patch.object(torch.Tensor, "record_stream", self.record_stream))
+        self._stack.enter_context(self.storages.resizing())
         self._stack.enter_context(self.memory)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
-        _entered.remove(self)
 
-    # -- the interface of torch.cuda -----------------------------------------------------------------------------------
+    @property
+    def record_stream(self) -> Callable[[Tensor, Any], None]:
+        """In the place of `Tensor.record_stream`."""
 
-    def current_stream(self, device: Any = None) -> FakeStream:
-        streams: list[FakeStream] = self._thread.__dict__.setdefault("streams", [])
-        return streams[-1] if streams else self._default
+        def record(tensor: Tensor, stream: Any) -> None:
+            if (block := self.storages.of(tensor.untyped_storage())) is not None:
+                self.allocator.record_stream(block, stream)
 
-    def default_stream(self, device: Any = None) -> FakeStream:
+        return record
+
+    # -- the interface of torch.cuda, beyond that of a simulated device ------------------------------------------------
+
+    def default_stream(self, device: Any = None) -> Any:
         return self._default
 
     @contextmanager
-    def stream(self, stream: FakeStream | None) -> Iterator[None]:
-        if stream is None:
+    def stream(self, stream: Any) -> Iterator[None]:
+        with super().stream(stream or self.current_stream()):
             yield
-            return
-        streams = self._thread.__dict__.setdefault("streams", [])
-        streams.append(stream)
-        try:
-            yield
-        finally:
-            streams.pop()
 
     def synchronize(self, device: Any = None) -> None:
-        for stream in [*self.host, self._default]:
-            stream.synchronize()
+        pass
 
     def is_available(self) -> bool:
         return True
@@ -192,40 +128,20 @@ class FakeCuda:
     def device_count(self) -> int:
         return 1
 
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def is_past(self, event: FakeEvent) -> bool:
-        """Whether the device has passed `event`."""
-        return self.keeps_up or event.at is None or self.host.get(event.at[0], 0) >= event.at[1]
-
-    def name_of_new_stream(self) -> str:
-        self._streams += 1
-        return "compute" if self._streams == 1 else f"stream {self._streams - 1}"
-
-
-class Held:
-    """The memory of one storage: a block, or none while its size is 0."""
-
-    def __init__(self) -> None:
-        self.block: Block | None = None
-
 
 class Memory(FakeTensorMode):
-    """Fake tensors whose storages take blocks. [Note: storages]
+    """Fake tensors whose storages take blocks. [Note: simulated memory]
 
     Attributes:
-        label: makes the label of a new block from the operation's name.
-        after: called after each operation of the device, with its name and its arguments.
+        after: called after each operation of the device, with its function and its arguments.
     """
 
-    def __init__(self, card: FakeCuda) -> None:
+    def __init__(self, storages: Storages) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.stand_ins: dict[int, Any] = {}  # the engine's, in its dry runs
-        self.label: Callable[[str], Any] = str
-        self.after: Callable[[str, Any], object] = lambda name, args: None
-        self._card = card
+        self.storages = storages
+        self.after: Callable[[Any, Any], object] = lambda func, args: None
         self._inside = False
-        self._held: dict[weakref.ref[torch.UntypedStorage], Held] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside:  # within an operation that torch computes by others
@@ -236,7 +152,7 @@ class Memory(FakeTensorMode):
             return func(*args, **kwargs)
         if name == "equal":  # no values: taken for different
             return False
-        if name == "add" and _accumulates(func, args):
+        if name == "add" and is_sum_of_autograd(func, args):
             func = torch.ops.aten.add_.Tensor
         self._inside = True
         self.cache_enabled = name != "set_"  # whose entry would keep the storage
@@ -244,67 +160,11 @@ class Memory(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._inside = False
-        for tensor in tensors_of(result):
+        for tensor in fakes_in(result):
             if tensor.fake_device.type == KIND:
-                self._seen(tensor.untyped_storage(), name)
-        self.after(name, args)
+                self.storages.hold(tensor.untyped_storage(), name)
+        self.after(func, args)
         return result
-
-    def resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """`UntypedStorage.resize_`, by which memory is allocated and freed while tensors stay."""
-        resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            held = self._held.get(weakref.ref(storage))
-            result = resize(storage, size)
-            if held is not None:
-                before = held.block
-                held.block = self._malloc(size, "resize_") if size else None
-                if before is not None:
-                    self._card.allocator.free(before)
-            return result
-
-        return resized
-
-    def recorded(self, tensor: Tensor, stream: FakeStream) -> None:
-        """`stream` uses `tensor`, by `record_stream`."""
-        held = self._held.get(weakref.ref(tensor.untyped_storage()))
-        if held is not None and held.block is not None:
-            self._card.allocator.record_stream(held.block, stream)
-
-    def take(self, size: int, label: Any) -> Block:
-        """Memory that no tensor shows."""
-        return self._card.allocator.malloc(size, self._card.current_stream(), label)
-
-    def give(self, block: Block) -> None:
-        """Give memory back that was taken."""
-        self._card.allocator.free(block)
-
-    @property
-    def stream(self) -> FakeStream:
-        """The current stream."""
-        return self._card.current_stream()
-
-    def _malloc(self, size: int, name: str) -> Block:
-        return self._card.allocator.malloc(size, self._card.current_stream(), self.label(name))
-
-    def _seen(self, storage: torch.UntypedStorage, name: str) -> None:
-        reference = weakref.ref(storage, self._died)
-        if reference in self._held:
-            return
-        held = self._held[reference] = Held()
-        if storage.nbytes():
-            held.block = self._malloc(storage.nbytes(), name)
-
-    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        held = self._held.pop(reference, None)
-        if held is not None and held.block is not None:
-            self._card.allocator.free(held.block)
-
-
-def record_stream(tensor: Tensor, stream: FakeStream) -> None:
-    """In the place of `Tensor.record_stream`."""
-    card().memory.recorded(tensor, stream)
 
 
 def _accept_the_device() -> None:
@@ -312,15 +172,6 @@ def _accept_the_device() -> None:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (LAZY + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     guards[LAZY] = guards[META]
-
-
-def tensors_of(value: Any) -> Iterator[FakeTensor]:
-    """The fake tensors in a result."""
-    if isinstance(value, FakeTensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_of(each)
 
 
 def _is_of_host(name: str, args: Any, kwargs: Any) -> bool:
@@ -336,17 +187,3 @@ def _is_of_host(name: str, args: Any, kwargs: Any) -> bool:
         return True
     dtype = kwargs.get("dtype")
     return dtype in (torch.int32, torch.int64) or (dtype is None and name == "arange")
-
-
-def _accumulates(func: Any, args: Any) -> bool:
-    """Whether autograd itself adds two gradients: on a device it does so in place, if nothing else holds the first."""
-    if func is not torch.ops.aten.add.Tensor or _BACKWARD not in islice(_callers(), 5):
-        return False
-    return bool(torch._C._storage_Use_Count(args[0].untyped_storage()._cdata) <= ALONE)
-
-
-def _callers() -> Iterator[CodeType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back

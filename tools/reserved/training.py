@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - importing it registers the backend "fake"
 
 from flatfsdp.engine.base import overrides
+from flatfsdp.engine.inspection.allocator import Settings
+from flatfsdp.engine.inspection.assumed import Workspaces, attention
 from tools.benchmark.engines import ENGINES, Place
 from tools.benchmark.models import Case
 
-from .allocator import Settings
-from .assumed import Workspaces, attention
-from .fake_cuda import DEVICE, KIND, FakeCuda, record_stream
+from .fake_cuda import DEVICE, KIND, FakeCuda
 
 EARLY = 2  # the step that `tools/gpu/memory.py` looks at first
 
@@ -43,9 +43,11 @@ def world(card: FakeCuda, ranks: int) -> Iterator[None]:
         served = dist.Backend.backend_capability
         stack.enter_context(patch.dict(served, fake=[*served["fake"], KIND]))
         for module in ("_flat_param", "_runtime_utils"):  # FSDP1's function knows the devices that have streams
-            stack.enter_context(patch(f"torch.distributed.fsdp.{module}._no_dispatch_record_stream", record_stream))
+            stack.enter_context(
+                patch(f"torch.distributed.fsdp.{module}._no_dispatch_record_stream", card.record_stream)
+            )
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", attention))
-        card.memory.after = Workspaces(card.memory).after
+        card.memory.after = Workspaces(card.memory.storages, card.current_stream).computed
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
         try:
             yield
@@ -90,12 +92,10 @@ def measure(
     ranks: int,
     steps: int = EARLY + 1,
     settings: Settings | None = None,
-    *,
-    keeps_up: bool = True,
 ) -> Figures:
     """What `tools/gpu/memory.py` measures on a card in the last of `steps`. For a process that did not do so before."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    with FakeCuda(settings, keeps_up=keeps_up) as card, world(card, ranks):
+    with FakeCuda(settings) as card, world(card, ranks):
         training, memory = Training(case, engine), card.allocator
         gc.collect()
         memory.empty_cache()

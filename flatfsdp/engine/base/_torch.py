@@ -31,6 +31,8 @@ _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 REASONS = {
     "torch._C._autograd._unsafe_set_version_counter": "a unit gathered again with unchanged weights must appear "
     "unchanged to saved tensors (retain_graph), and only this sets a version back",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": "a dry run counts the memory of the kernel of an accelerator",
+    "torch.autograd.graph._engine_run_backward": "distinguishes such sums from those of a model",
     "torch._C._current_graph_task_id": "a forward inside a backward is a recomputation; nothing public shows it",
     "torch._C._autograd._top_saved_tensors_default_hooks": "shows which units a non-reentrant checkpoint will "
     "recompute together; ranks whose backwards do not reach all of them need it",
@@ -42,7 +44,8 @@ REASONS = {
     "torch.autograd.Variable._execution_engine.queue_callback": "the end of a backward has no public hook",
     "torch._C._any_requires_grad": "checking each of a list of small tensors takes as long as an operation on it",
     "torch.Tensor._use_count": "whether other code may hold a leaf's node (access creates one), or a kept gradient",
-    "torch._C._storage_Use_Count": "whether other code may hold the memory of a kept gradient",
+    "torch._C._storage_Use_Count": "whether other code may hold the memory of a kept gradient, or one that autograd "
+    "adds to in place",
     "torch.nn.modules.module._global_backward_hooks": "hooks of all modules may look at gradients before we take them",
     "torch.nn.modules.module._global_backward_pre_hooks": "the same before a module's backward",
     "torch.Tensor._post_accumulate_grad_hooks": "a user's hook must run on the sharded gradient, after ours",
@@ -540,6 +543,26 @@ def fake_tensors() -> Any:
     """The module of `FakeTensorMode` and `FakeTensor`."""
     importlib.import_module("torch._subclasses.fake_tensor")
     return torch._subclasses.fake_tensor
+
+
+def fused_attention() -> Any:
+    """The operation that attention is on an accelerator."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def is_sum_of_autograd(func: Any, args: Any) -> bool:
+    """Whether `func` is autograd's own sum of two gradients, the first of which nothing else holds: on a device the sum
+    takes its place, but not that of a fake tensor."""
+    if func is not torch.ops.aten.add.Tensor:
+        return False
+    graph: Any = torch.autograd.graph
+    frame: Any = sys._getframe(1)
+    for _ in range(5):
+        if frame is not None and frame.f_code is graph._engine_run_backward.__code__:
+            one_tensor = 2  # uses of its storage
+            return bool(torch._C._storage_Use_Count(args[0].untyped_storage()._cdata) <= one_tensor)
+        frame = frame and frame.f_back
+    return False
 
 
 def _fake_backend() -> Any:

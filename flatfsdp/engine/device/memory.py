@@ -43,10 +43,12 @@ class MemoryTracker:
     Attributes:
         advise: called with a flat buffer or a result of a reduction whose memory was just allocated.
         advised_from: bytes of the smallest one it is called with.
+        apart: `new_empty` for memory that stays when a step is over.
     """
 
     def __init__(self, advise: Callable[[torch.Tensor], object] = id, advised_from: float = math.inf) -> None:
         self.advise, self.advised_from = advise, advised_from
+        self.apart: Callable[[torch.Tensor, int], torch.Tensor] = torch.Tensor.new_empty
         self.live: dict[str, int] = defaultdict(int)
         self._peaks: dict[str, int] = defaultdict(int)
         self.total = self.peak_total = 0  # live bytes of all categories
@@ -139,10 +141,10 @@ class FlatBuffer:
             # The stubs of torch lack the overload for untyped storages.
             self.tensor.set_(self._storage, 0, (self._numel,))  # type: ignore[call-overload]
             self._shaped = True
-        if self._bytes >= self._tracker.advised_from:
-            self._tracker.advise(self.tensor)
         self.allocated = True
         self._tracker.add(self._category, self._bytes)
+        if self._bytes >= self._tracker.advised_from:
+            self._tracker.advise(self.tensor)
         if _poisoned.value and self.tensor.is_floating_point():
             self.tensor.fill_(float("nan"))
 

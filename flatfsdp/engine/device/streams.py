@@ -38,39 +38,43 @@ standing_in = _stand_in.being
 
 
 class Device:
-    """One compute device and the operations on its streams."""
+    """One compute device and the operations on its streams.
+
+    Attributes:
+        module: streams, events and the allocator, as in `torch.cuda`; None on a CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._module: ModuleType | Any | None = _stand_in.value
+        self.module: ModuleType | Any | None = _stand_in.value
         if device.type not in ("cpu", "meta"):
-            self._module = torch.get_device_module(device)
+            self.module = torch.get_device_module(device)
             if device.index is None:
-                device = torch.device(device.type, self._module.current_device())
+                device = torch.device(device.type, self.module.current_device())
         self.device = device
 
     @property
     def has_streams(self) -> bool:
         """Whether work is ordered by streams (on an accelerator) instead of by the host."""
-        return self._module is not None
+        return self.module is not None
 
     def new_stream(self, name: str, *, high_priority: bool = False) -> Stream:
         """A new stream that is concurrent to compute."""
-        if self._module is None:
+        if self.module is None:
             return Stream(name, self, None)
-        return Stream(name, self, self._module.Stream(self.device, priority=-1 if high_priority else 0))
+        return Stream(name, self, self.module.Stream(self.device, priority=-1 if high_priority else 0))
 
     def current_stream(self) -> Any:
         """The stream on which the caller computes (None on CPU)."""
-        return self._module.current_stream(self.device) if self._module is not None else None
+        return self.module.current_stream(self.device) if self.module is not None else None
 
     def running_on(self, stream: Any) -> AbstractContextManager[None]:
         """A context in which `stream` is the current one."""
-        assert self._module is not None
-        return self._module.stream(stream)
+        assert self.module is not None
+        return self.module.stream(stream)
 
     def mark(self) -> Any:
         """An event at the current end of the caller's stream (None on CPU)."""
-        return self.current_stream().record_event() if self._module is not None else None
+        return self.current_stream().record_event() if self.module is not None else None
 
     def await_mark(self, event: Any) -> None:
         """Order the caller's stream after `event`."""

@@ -24,9 +24,13 @@ _WRITING = frozenset(
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
-    """A context in which new tensors have neither memory nor values, even if computed from tensors that have."""
+def without_memory(device: Any = None) -> Iterator[None]:
+    """A context in which new tensors have neither memory nor values, even if computed from tensors that have.
+
+    `device`: its `computed(func, args, result)` is called after operations, except those of values.
+    """
     mode = _mode_class()()
+    mode.device = device
     with overrides.without_memory.being(mode), warnings.catch_warnings(), mode:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
@@ -64,6 +68,8 @@ def _mode_class() -> Any:
         def __init__(self) -> None:
             super().__init__(allow_non_fake_inputs=True)
             self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, fake) by id of the original
+            self.device: Any = None  # what observes operations, if anything
+            self._inside = False  # an operation that torch computes by others
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, _, _ = func.name().partition(".")
@@ -74,7 +80,18 @@ def _mode_class() -> Any:
                 return func(*args, **kwargs)
             if name in _WRITING and isinstance(tensors[0], fake.FakeTensor):
                 return None if name.startswith("aten::_foreach") else args[0]
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if self.device is None or self._inside:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            if name == "aten::add" and _torch.is_sum_of_autograd(func, args):
+                func = torch.ops.aten.add_.Tensor
+            self._inside = True
+            self.cache_enabled = name != "aten::set_"  # an entry would keep the storage
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._inside = False
+            self.device.computed(func, args, result)
+            return result
 
     return Memoryless
 

@@ -24,6 +24,7 @@ from ...errors import few, one_rank_warns, warn_once
 from ..agreement.agreement import agreement_of
 from ..base.events import Observer
 from ..base.fqns import fqn
+from ..base.overrides import is_memoryless
 from ..flat.flat_param import FlatParamHandle
 from ..flat.param_refs import flat_name
 from ..guards.optimizer_hooks import looking
@@ -53,7 +54,9 @@ class _ParamSnapshot:
 
     def is_unchanged(self) -> bool:
         """Whether they were not written to. Waits for the device."""
-        return self._handle.writes.all == self._versions and torch.equal(self._sample, self._elements())
+        if self._handle.writes.all != self._versions or is_memoryless():  # there are no values to compare
+            return False
+        return torch.equal(self._sample, self._elements())
 
     def _elements(self) -> torch.Tensor:
         shard = self._handle.shard

@@ -211,7 +211,8 @@ class FlatParamHandle:
         names = [spec.name for spec in layout.params]
         leaves, values = map(list, zip(*(given[name] for name in names), strict=True))
         on_meta, home = leaves[0].is_meta, torch.device("cpu") if options.offload else device
-        shard = torch.zeros(layout.shard_numel, dtype=master, device=leaves[0].device if on_meta else home)
+        like = torch.empty(0, dtype=master, device=leaves[0].device if on_meta else home)
+        shard = tracker.apart(like, layout.shard_numel).zero_()
         if on_meta:
             take_off_meta(leaves, names, device)
         elif options.offload and options.pin_memory:

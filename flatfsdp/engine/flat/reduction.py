@@ -177,7 +177,7 @@ class Reduction:
             self._result = full
         else:
             try:
-                self._result = full.new_empty(numel)
+                self._result = first.handle.tracker.apart(full, numel)
             except torch.OutOfMemoryError:
                 free_held()
                 self._result = full.new_empty(numel)

@@ -107,23 +107,26 @@ class Advice:
     sentence: str
 
     def __str__(self) -> str:
-        header = ("shards x replicas", "units", "layout", "between steps", "peak", "padding", "inside", "across")
+        whole = any(choice.plan.reserved is not None for choice in self.choices)
+        peak = ("in use", "reserved") if whole else ("peak",)
+        header = ("shards x replicas", "units", "layout", "between steps", *peak, "padding", "inside", "across")
         owners = ("owners",) if any(choice.plan.imbalance is not None for choice in self.choices) else ()
         rows: list[tuple[str, ...]] = [(*header, *owners, "largest unit", "")]
         for choice in self.choices:
             way, plan = choice.way, choice.plan
-            sizes = map(_size, (plan.between_steps, plan.peak))
+            peaks = (plan.in_use or 0, plan.reserved or 0) if whole else (plan.peak,)
+            sizes = map(_size, (plan.between_steps, *peaks))
             sent = map(_size, (choice.inside, choice.across))
             mark = "<" if choice is self.recommended else ""
             name, unit = f"{way.shards} x {way.replicas}", choice.largest
             largest = f"{unit.name or ROOT}, {unit.parameters:,}"
             balance = (f"{plan.imbalance or 1:.2f}",) if owners else ()
             rows.append((name, way.units, way.layout, *sizes, f"{choice.padding:.2%}", *sent, *balance, largest, mark))
-        lines = aligned(rows, right=(3, 4, 5, 6, 7, 8) if owners else (3, 4, 5, 6, 7))
+        lines = aligned(rows, right=tuple(range(3, 7 + len(peak) + len(owners))))
         lines += [f"left out: {way.words}: {why}" for way, why in self.left_out]
         lines.append(
-            f"Bytes of each rank, without activations; received in a step from its own node, of {self.node} ranks "
-            "(inside), and from others (across)."
+            f"Bytes of each rank, {'with' if whole else 'without'} activations; received in a step from its own node, "
+            f"of {self.node} ranks (inside), and from others (across)."
         )
         if owners:
             lines.append("Owners of whole matrices: the longest step of one, as a multiple of the mean.")
@@ -143,6 +146,7 @@ def advise(
     accelerator: bool = True,
     microbatches: int = 1,
     max_norm: float | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
     **options: Any,
 ) -> Advice:
     """Memory and traffic of `model` for each way to shard it over `ranks` ranks, and a recommendation.
@@ -166,7 +170,8 @@ def advise(
         layouts: by name, values of `layout=`; by default "flat" and "rows".
         shard: makes the sharded model of a copy of `model`, in another way than by `FullyShardedDataParallel`.
         accelerator: whether the job runs on accelerators, as for `dry_run`.
-        microbatches, max_norm: as for `memory_plan`.
+        microbatches, max_norm, loss: as for `memory_plan`. With a loss, `memory` is for all that the allocator
+            reserves, activations included.
         options: further arguments of `FullyShardedDataParallel`, such as `mixed_precision`. Modules and parameters in
             them, in `units` and in `layouts` are those of `model`. Not with `shard`.
 
@@ -216,7 +221,7 @@ def advise(
                     except (TypeError, ValueError, UsageError) as error:
                         left_out.append((way, f"its optimizer cannot be made: {type(error).__name__}: {error}"))
                         continue
-                    plan = memory_plan(sharded, made, microbatches=microbatches, max_norm=max_norm)
+                    plan = memory_plan(sharded, made, microbatches=microbatches, max_norm=max_norm, loss=loss)
                 found.append(Choice(way, plan, *_received(plan, way, node)))
     if not found:
         raise ConfigValueError(f"advise: no way to shard the model is permitted. The first: {left_out[0][1]}")
@@ -373,27 +378,27 @@ def recommended(choices: list[Choice], memory: int | None) -> tuple[Choice, str]
     """The choice to recommend, and the sentence that does."""
     able, overlap = [each for each in choices if each.overlaps], "overlap communication and "
     # Copies on all ranks overlap reductions, but need the most memory.
-    if not any(each.way.shards > 1 if memory is None else each.plan.peak <= memory for each in able):
+    if not any(each.way.shards > 1 if memory is None else each.plan.needed <= memory for each in able):
         able, overlap = choices, ""
-    smallest = min(able, key=lambda each: (each.plan.peak, each.across, each.inside, each.calls))
+    smallest = min(able, key=lambda each: (each.plan.needed, each.across, each.inside, each.calls))
     if memory is None:
         among = "ways that overlap communication" if overlap else "ways"
         return smallest, (
             f"Recommended: {smallest.way.words}: it has the smallest peak of {len(able)} {among}, "
-            f"{_size(smallest.plan.peak)}; with memory=, the one of those that fit that receives the least would be."
+            f"{_size(smallest.plan.needed)}; with memory=, the one of those that fit that receives the least would be."
         )
-    fit = [each for each in able if each.plan.peak <= memory]
+    fit = [each for each in able if each.plan.needed <= memory]
     if not fit:
         return smallest, (
             f"None of {len(choices)} ways fits into {_size(memory)}: the smallest peak is that of "
-            f"{smallest.way.words}, {_size(smallest.plan.peak)}."
+            f"{smallest.way.words}, {_size(smallest.plan.needed)}."
         )
-    best = min(fit, key=lambda each: (each.across, each.inside, each.calls, each.plan.peak))
+    best = min(fit, key=lambda each: (each.across, each.inside, each.calls, each.plan.needed))
     return best, (
         f"Recommended: {best.way.words}: of the {len(fit)} of {len(choices)} ways that {overlap}fit "
         f"into {_size(memory)}, it receives the least from other nodes, {_size(best.across)} a step, then the least "
         f"inside of its node, {_size(best.inside)}, in the fewest collectives, {best.calls}; its peak is "
-        f"{_size(best.plan.peak)}."
+        f"{_size(best.plan.needed)}."
     )
 
 

@@ -7,10 +7,17 @@ units, schedule and accounting are those of any run. Tensors have shapes and no 
 [Note: stand-in forwards] The schedule depends on the order of units and on the positions at which gradients arrive, not
 on the computation of modules. So each unit's module gets a forward that uses its parameters, and calls the units
 inside, in the order of their declaration; in most models that is the order of use.
+
+[Note: predicted memory] What ends a run is what torch's allocator has reserved: blocks in use, and free ones that fit
+nothing. It is predicted by a model of the allocator, with the settings of `PYTORCH_ALLOC_CONF`, from the storages of
+steps whose operations have shapes but no values. Kernels are assumed to be those of CUDA on a card like the H100
+([Note: workspaces], [Note: attention], [Note: sums over rows]); masks of dropout are counted in the dtype of the
+activations. What the CUDA context, the communication library and compiled code take outside of the allocator is not in.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +32,7 @@ from ...errors import ConfigValueError, UsageError, rank_kept
 from ..base import _torch
 from ..base._dtensor import local_bytes
 from ..base.overrides import is_memoryless
+from ..base.overrides import without_memory as without_memory_now
 from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
@@ -36,13 +44,19 @@ from ..guards.optimizer_hooks import wholes_of
 from ..models.rest import outermost_model
 from ..runtime.model_facts import steppable_of
 from ..runtime.unit import Unit
+from .activations import Activations, recording
+from .allocator import Settings
+from .assumed import kernels_of
+from .simulated import SimulatedDevice
 from .summary import UnitSummary, stats, units_in_order
 
 SETTLING = 2  # iterations until the order, coalescing and memory sharing, which depends on these, are known
 
 
 @contextmanager
-def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator[None]:
+def dry_run(
+    ranks: int, *, rank: int = 0, accelerator: bool = False, activations: bool = False
+) -> Iterator[Activations | None]:
     """A context in which this process is one rank of a job of `ranks`, on any machine, and models need no memory.
 
     Models that are wrapped inside (and made before, best on the meta device) are trained and read through `stats()` as
@@ -56,6 +70,8 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
         accelerator: whether the job runs on accelerators with NCCL; none is needed here. Memory is then given back at
             the latest point that the engine permits. Otherwise it runs on CPUs with gloo. Tensors show "cpu" in
             both cases.
+        activations: whether forwards are recorded: then the context returns an object that shows which modules hold
+            most for the backward, and what checkpointing them would save and cost. [Note: activations]
 
     Raises:
         ConfigValueError: `rank` is not one of the `ranks` ranks.
@@ -81,54 +97,15 @@ def dry_run(ranks: int, *, rank: int = 0, accelerator: bool = False) -> Iterator
         stack.enter_context(rank_kept())
         stack.enter_context(_torch.fake_world(ranks, rank=rank))
         stack.enter_context(served_as("nccl" if accelerator else "gloo"))
+        device, recorded = SimulatedDevice(Settings.of_environment()), None
         if accelerator:
-            stack.enter_context(standing_in(SimulatedStreams()))
-        stack.enter_context(without_memory())
-        yield
-
-
-class SimulatedEvent:
-    """A point in a stream, which the device is never found to have passed; a wait for it takes no time."""
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        pass
-
-
-class SimulatedStream:
-    """A stream without operations."""
-
-    def record_event(self) -> SimulatedEvent:
-        return SimulatedEvent()
-
-    def wait_event(self, event: SimulatedEvent) -> None:
-        pass
-
-    def wait_stream(self, stream: SimulatedStream) -> None:
-        pass
-
-
-class SimulatedStreams:
-    """The streams of an accelerator, which need not exist: no operation is ever found to be finished."""
-
-    def __init__(self) -> None:
-        self._current = [SimulatedStream()]
-
-    def Stream(self, device: Any = None, *, priority: int = 0) -> SimulatedStream:
-        return SimulatedStream()
-
-    def current_stream(self, device: Any = None) -> SimulatedStream:
-        return self._current[-1]
-
-    @contextmanager
-    def stream(self, stream: SimulatedStream) -> Iterator[None]:
-        self._current.append(stream)
-        try:
-            yield
-        finally:
-            self._current.pop()
+            stack.enter_context(standing_in(device))
+            stack.enter_context(kernels_of(device))
+        if activations:
+            recorded = stack.enter_context(recording(device))
+        stack.enter_context(device.storages.resizing())
+        stack.enter_context(without_memory(device))
+        yield recorded
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -151,6 +128,8 @@ class Plan:
         matrices: what owners put together and exchange at a time in a step on whole matrices (`matrix_steps`).
         imbalance: the cost of the rank that computes longest in such a step, as a multiple of the mean; None if there
             are none.
+        in_use, reserved: the peaks, in a step with activations, of what tensors hold on the accelerator, and of what
+            torch's allocator has taken from it for them; None without a `loss`. [Note: predicted memory]
     """
 
     units: tuple[UnitSummary, ...]
@@ -164,6 +143,8 @@ class Plan:
     residuals: int = 0
     matrices: int = 0
     imbalance: float | None = None
+    in_use: int | None = None
+    reserved: int | None = None
 
     @property
     def between_steps(self) -> int:
@@ -176,6 +157,11 @@ class Plan:
         during_step = self.params + self.grads + self.residuals + self.matrices
         return max(sum(self.at_peak.values()), during_step) + sum(self.optimizer.values()) + self.buffers
 
+    @property
+    def needed(self) -> int:
+        """The memory that a rank must have: `reserved`, or where that is not known, `peak`."""
+        return self.peak if self.reserved is None else self.reserved
+
 
 def memory_plan(
     model: Any,
@@ -183,6 +169,7 @@ def memory_plan(
     *,
     microbatches: int = 1,
     max_norm: float | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
 ) -> Plan:
     """Memory and traffic of a rank of the simulated job in a step of training, once it has settled.
 
@@ -196,9 +183,12 @@ def memory_plan(
         microbatches: backwards of a step; all but the last only accumulate.
         max_norm: the norm to which the step clips gradients, by `model.clip_grad_norm_`; the traffic of torch's
             function of that name for DTensors is not in the plan.
+        loss: makes a batch, and returns the loss of a model of it, as ``lambda model: model(tokens, targets)``. With
+            it, in a dry run with `accelerator=True`, steps are run with the model's own forwards, checkpoints included,
+            and the plan has `in_use` and `reserved`. [Note: predicted memory]
 
     Raises:
-        ConfigValueError: `microbatches` below 1.
+        ConfigValueError: `microbatches` below 1; a `loss` without an accelerator, or with parameters on the host.
         UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer reads values.
 
     Example:
@@ -222,6 +212,22 @@ def memory_plan(
     wholes = None if stepper is None else wholes_of(stepper)
     deterministic = outermost.observers.find(DeterministicSums) is not None
     figures = stats(model)
+    in_use = reserved = None
+    if loss is not None:
+        device = _accelerator_of(units)
+        for _ in range(SETTLING + 1):
+            device.allocator.forget_peaks()
+            for number in range(microbatches):
+                model.set_requires_gradient_sync(number == microbatches - 1)
+                with microbatch(number, of=microbatches) if deterministic else nullcontext():
+                    loss(model).backward()
+            if max_norm is not None:
+                model.clip_grad_norm_(max_norm)
+            if optimizer is stepper and stepper is not None:
+                with _as_on_accelerator(stepper, units):
+                    _step(stepper)
+            model.zero_grad()
+        in_use, reserved = device.allocator.active.peak, device.allocator.reserved.peak
     with _stand_in_forwards(units):
         for _ in range(SETTLING + 1):
             figures.reset()
@@ -248,7 +254,43 @@ def memory_plan(
             residuals=figures.bytes_residuals,
             matrices=outermost.resources.tracker.peak(MATRICES),
             imbalance=None if wholes is None else wholes.imbalance,
+            in_use=in_use,
+            reserved=reserved,
         )
+
+
+def _accelerator_of(units: list[Unit]) -> SimulatedDevice:
+    """The simulated device of `units`, whose memory is empty but for what they hold."""
+    device: SimulatedDevice | None = without_memory_now.value.device
+    if device is None or not units[-1].resources.device.has_streams:
+        raise ConfigValueError(
+            "memory_plan(): got loss=, but the dry run is of a job on CPUs, whose allocator is not known. Accepted: "
+            "within dry_run(..., accelerator=True)"
+        )
+    if any(handle.options.offload for unit in units for handle in unit.handles):
+        raise ConfigValueError(
+            "memory_plan(): got loss=, and parameters that are offloaded to the host, whose memory a dry run does not "
+            "distinguish from the accelerator's. Call it without loss="
+        )
+    gc.collect()
+    device.allocator.empty_cache()
+    return device
+
+
+@contextmanager
+def _as_on_accelerator(optimizer: torch.optim.Optimizer, units: list[Unit]) -> Iterator[None]:
+    """A context in which a step of `optimizer` takes parameters together where it does by default on an accelerator:
+    those of torch's classes, which flat parameters are not."""
+    flat = {id(handle.flat_param) for unit in units for handle in unit.handles}
+    groups = optimizer.param_groups
+    chosen = [group for group in groups if group.get("foreach", True) is None and not group.get("fused")]
+    for group in chosen:
+        group["foreach"] = flat.isdisjoint(map(id, group["params"]))
+    try:
+        yield
+    finally:
+        for group in chosen:
+            group["foreach"] = None
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from ..dtensor.tensor_parallel import TensorParallel
 from ..features.buffer_casting import attach_buffer_casting
 from ..features.clip import serve_torchs_norms
 from ..features.coalescing import coalescer_for
+from ..features.compaction import attach_compaction, keep_apart
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
 from ..features.deterministic_sums import attach_deterministic_sums
@@ -167,6 +168,7 @@ def build_unit(module: nn.Module, config: Config, *, island: bool = False, front
         move_buffers(modules, device)
     synchronize(module, modules, leaves_of(param_refs), axes, lambda tensor: meeting[meshes.of(tensor)])
     tracker = tracker_for(device)
+    keep_apart(tracker, Device(device))
     handles, param_refs, transformed, initial_checksums = _shard(
         param_refs, transforms, config, meshes, device, tracker, front.faces or _fsdp1_faces(config), front.orders
     )
@@ -422,6 +424,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     attach_deterministic_sums(model, nested)
     model.adopt(nested)
     attach_halfway(model)
+    attach_compaction(model)
     attach_residuals(model)
     own(unit)
     models.add(model)

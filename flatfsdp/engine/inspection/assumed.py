@@ -1,9 +1,9 @@
-"""What operations take from the allocator that no tensor shows: assumptions, each with its reason.
+"""Assumptions on the memory that operations take and no tensor shows, each with its reason.
 
 [Note: workspaces] cuBLAS gets a workspace for each of its handles and streams at the first product, and keeps it.
 Handles belong to threads: that of the forward, and that in which autograd runs. On Hopper torch takes 32 MiB (its
 default, 4096 KiB times 8), and for products with a bias, by cuBLASLt, another of 1 MiB. The allocator's own books on an
-H100 say so: after a step the model's code held 33 MiB, and autograd's thread 32 MiB
+H100 show it: after a step the model's code held 33 MiB, and autograd's thread 32 MiB
 (`tools/bench_results/gpu/results.json`, "terms").
 
 [Note: attention] Either fused kernel (cuDNN's, which torch prefers on Hopper, and flash attention) saves its output and
@@ -17,13 +17,16 @@ memory of other kernels (normalization, the embedding's gradient for few tokens)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base import _torch
 from .allocator import MIB
-from .fake_cuda import Memory
+from .simulated import SimulatedDevice, Storages
 
 CUBLAS, CUBLAS_LT = 32 * MIB, MIB
 PROCESSORS, THREADS_OF_PROCESSOR = 132, 2048  # of an H100
@@ -33,14 +36,28 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _ATTENTION_BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
 
 
+@contextmanager
+def kernels_of(device: SimulatedDevice) -> Iterator[None]:
+    """A context in which operations on `device` take what an accelerator's do."""
+    device.observers.append(Workspaces(device.storages, device.current_stream).computed)
+    functions: Any = torch.nn.functional
+    chosen = functions.scaled_dot_product_attention
+    functions.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functions.scaled_dot_product_attention = chosen
+
+
 class Workspaces:
     """Memory that operations take besides their results; called after each of them. [Note: workspaces]"""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._kept: set[tuple[str, Any, bool]] = set()
+    def __init__(self, storages: Storages, current_stream: Callable[[], Hashable]) -> None:
+        self._storages, self._current_stream = storages, current_stream
+        self._kept: set[tuple[str, Hashable, bool]] = set()
 
-    def after(self, name: str, args: Any) -> None:
+    def computed(self, func: Any, args: Any, result: Any = None) -> None:
+        name = func._schema.name.partition("::")[2]
         if name in _PRODUCTS:
             self._keep("cuBLAS", CUBLAS)
         if name == "addmm":
@@ -52,15 +69,15 @@ class Workspaces:
             self._briefly(name, 4 * query.numel(), 4 * query.numel() // query.shape[-1])
 
     def _briefly(self, name: str, *sizes: int) -> None:
-        for block in [self._memory.take(size, name) for size in sizes]:
-            self._memory.give(block)
+        for block in [self._storages.take(size, name) for size in sizes]:
+            if block is not None:
+                self._storages.allocator.free(block)
 
     def _keep(self, whose: str, size: int) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        key = whose, self._memory.stream, in_backward
+        key = whose, self._current_stream(), _torch.in_backward()
         if key not in self._kept:
             self._kept.add(key)
-            self._memory.take(size, whose)
+            self._storages.take(size, whose)
 
 
 def partial_sums(args: Any) -> tuple[int, ...]:
@@ -90,8 +107,17 @@ def _power_of_two(number: int, most: int) -> int:
     return 1 << (min(number, most).bit_length() - 1)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
     """The fused kernel that `scaled_dot_product_attention` is assumed to choose. [Note: attention]"""
-    fused = torch.ops.aten._scaled_dot_product_cudnn_attention
-    mixed: Tensor = fused(query, key, value, None, True, 0.0, is_causal)[0]
+    if options.pop("enable_gqa", False):
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    mixed: Tensor = _torch.fused_attention()(query, key, value, attn_mask, True, dropout_p, is_causal, **options)[0]
     return mixed

@@ -16,12 +16,14 @@ pages at its end (or where some are missing) instead of taking new segments; all
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB = 2**20
+UNLIMITED = 2**60
 ROUND = 512
 SMALL = MIB  # the largest request that is served from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
@@ -35,21 +37,22 @@ class DeviceOutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What `PYTORCH_ALLOC_CONF` and `set_per_process_memory_fraction` say.
+    """The settings of the variable `PYTORCH_ALLOC_CONF` and of `set_per_process_memory_fraction`.
 
     Attributes:
         capacity: bytes that the process may take from the device.
-        max_split: free blocks of at least this size are not split, and serve only requests of about their size.
-        max_rounding: by how much such a block may exceed the request.
         collect_above: the share of `capacity` above which unused segments are given back, the oldest first; 0: never.
     """
 
-    capacity: int = 80 * GIB
+    capacity: int = UNLIMITED
     expandable_segments: bool = False
-    max_split: float = float("inf")
-    max_rounding: int = LARGE_SEGMENT
     collect_above: float = 0.0
-    roundup_power2_divisions: int = 0
+
+    @classmethod
+    def of_environment(cls) -> Settings:
+        """Those of this process, except for the collection of garbage, for a device without limit."""
+        words = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        return cls(expandable_segments="expandable_segments:true" in words.lower().replace(" ", ""))
 
 
 @dataclass(eq=False, slots=True)
@@ -185,13 +188,11 @@ class Allocator:
         """
         self._process_events()
         self.requests += 1
-        size = self.rounded(size)
+        size = max(ROUND, -(-size // ROUND) * ROUND)
         pool = self.small if size <= SMALL else self.large
         block = self._cached(pool, stream, size)
         if block is None:
             self._collect()
-            block = self._new(pool, stream, size)
-        if block is None and self._release_oversize(pool, stream, size):
             block = self._new(pool, stream, size)
         if block is None:
             self._release_cached()
@@ -244,15 +245,6 @@ class Allocator:
         """The free blocks."""
         return [*self.small.free, *self.large.free]
 
-    def rounded(self, size: int) -> int:
-        """The size of the block for a request of `size` bytes."""
-        divisions = self.settings.roundup_power2_divisions
-        if divisions > 1 and size > ROUND * divisions:
-            power = 1 << (size.bit_length() - 1)
-            step = power // divisions
-            return size if size == power else -(-size // step) * step
-        return max(ROUND, -(-size // ROUND) * ROUND)
-
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def _cached(self, pool: Pool, stream: Hashable, size: int) -> Block | None:
@@ -267,9 +259,6 @@ class Allocator:
                 if _room(other) >= _room(block):
                     break
                 block = other
-        limit = self.settings.max_split
-        if size < limit <= block.size or (size >= limit and block.size >= size + self.settings.max_rounding):
-            return None
         pool.free.remove(block)
         return block
 
@@ -277,7 +266,7 @@ class Allocator:
         rest = block.size - size
         if block.pool.small or self.settings.expandable_segments:
             return rest >= ROUND
-        return size < self.settings.max_split and rest > SMALL
+        return rest > SMALL
 
     def _split(self, block: Block, size: int) -> Block:
         """The first `size` bytes of `block`, whose rest is free."""
@@ -352,24 +341,6 @@ class Allocator:
                     self._unmap(block)
                 elif block.is_whole:
                     self._release(block)
-
-    def _release_oversize(self, pool: Pool, stream: Hashable, size: int) -> bool:
-        """With a limit for splitting: give back blocks above it, until `size` is reached."""
-        limit = self.settings.max_split
-        if limit == float("inf"):
-            return False
-        wanted = max(size, int(limit))
-        block = next(pool.free.from_size(stream, wanted), None)
-        if block is not None:
-            self._release(block)
-            return True
-        released = 0
-        for _, _, block in reversed([*pool.free.of(stream)]):
-            if released >= wanted or block.size < limit:
-                break
-            released += block.size
-            self._release(block)
-        return released >= wanted
 
     def _collect(self) -> None:
         """Give back unused segments of the large pool that are older than the average, while too much is reserved."""
