@@ -39,6 +39,7 @@ LEFT = (
     "this rank has left the model in regroup(), and has nothing of it any more. Join again, by regroup() with "
     "holdings=(), before you use it"
 )
+LOST = ". regroup() had begun: the model has no values any more on the new ranks. Build it again and load a checkpoint"
 
 
 def regroup(
@@ -70,7 +71,8 @@ def regroup(
 
     Raises:
         UsageError: the model cannot be moved, or not now, or no rank has some element. Nothing was changed.
-        AgreementError: on the other ranks, if that is so on some.
+        AgreementError: on the other ranks, if that is so on some; on all ranks, if one fails later (out of memory), and
+            the model has lost its values.
     """
     ranks = dist.group.WORLD if over is None else over
     given, mesh = _given(group)
@@ -186,7 +188,7 @@ class _Regroup:
             filling.begin([facts for each in reports for facts in each.brings])
 
         moved, _ = self._exchange(prepare, rebuild, filling.target)
-        self._all("is done", filling.end)
+        self._all("is done", filling.end, lost=LOST)
         return moved
 
     def _report(self, needs: Iterable[Want], check_values: str) -> _Report:
@@ -231,7 +233,7 @@ class _Regroup:
             [each.brings for each in reports], [each.needs for each in reports], [each.stepped for each in reports]
         )
         _agreed_values([facts for each in reports for facts in each.brings])
-        self._all("makes room for its new shards", lambda: rebuild(reports))
+        self._all("makes room for its new shards", lambda: rebuild(reports), lost=LOST)
         assert self.holdings is not None
         serves_host = "cpu" in str(dist.get_backend_config(self.over))
         device = torch.device("cpu") if serves_host else accelerator() or torch.device("cpu")
@@ -239,11 +241,13 @@ class _Regroup:
         self.holdings = None  # the old shards
         return moved, reports
 
-    def _all(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """`work` on every rank; if it fails on one, this fails on all."""
+    def _all(self, doing: str, work: Callable[[], T], *, lost: str = "") -> list[T]:
+        """`work` on every rank; if it fails on one, this fails on all. `lost`: the words for its consequence."""
 
         def problem(failed: Mapping[int, str], own: Exception | None) -> Exception:
-            return own or AgreementError(by_ranks(failed, ": "))
+            if own is None or lost:
+                return AgreementError(f"{by_ranks(failed, ': ')}{lost}")
+            return own
 
         exchange = partial(meet_and_gather, group=self.over, call=CALL, waiting=f"{doing} in regroup()")
         alone = dist.get_world_size(self.over) == 1

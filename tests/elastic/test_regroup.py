@@ -18,6 +18,7 @@ import flatfsdp
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, checkpoint
 from flatfsdp.elastic import regroup
 from flatfsdp.elastic.holding import Holding
+from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import AgreementError, FlatFSDPError
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.features import test_block_states as blocks
@@ -408,6 +409,31 @@ def test_what_cannot_move_is_refused_on_all_ranks() -> None:
         strict=True,
     ):
         assert re.search(expected, first) and re.search(expected, other), (expected, first, other)
+
+
+def fails(rank: int, world: int) -> str:
+    setting = Setting(use_orig_params=True)
+    model = setting.wrap(seeded(Net), dist.group.WORLD)
+    if rank == 1:
+        Regrouping.rebuild = no_memory  # type: ignore[method-assign]
+    try:
+        with pytest.raises(AgreementError) as caught:
+            regroup(model, group=dist.group.WORLD)
+    finally:
+        Regrouping.rebuild = _REBUILD  # type: ignore[method-assign]
+    return str(caught.value)
+
+
+_REBUILD = Regrouping.rebuild
+
+
+def no_memory(*args: Any, **kwargs: Any) -> None:
+    raise MemoryError("nothing is left")
+
+
+def test_a_failure_half_way_is_one_on_all_ranks() -> None:
+    for words in pool.run(2, fails):
+        assert "rank 1: MemoryError: nothing is left. regroup() had begun: the model has no values" in words
 
 
 def left(rank: int, world: int) -> tuple[str, int]:
