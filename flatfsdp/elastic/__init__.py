@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .api import regroup
+from .survive import Step, survive
 from .transfer import Moved
 
-__all__ = ["Moved", "regroup"]
+__all__ = ["Moved", "Step", "regroup", "survive"]

@@ -108,7 +108,8 @@ class Keeper:
         if len({number for number, _, _ in found}) > 1:
             raise InternalError(f"members of a parity group refresh different steps: {found}")
         version.sizes = tuple(Sizes(state, tail) for _, state, tail in found)
-        _add_up(version, self.place, group)
+        if len(self.members) > 1:  # else this rank is alone
+            _add_up(version, self.place, group)
         version.complete = True
         group.finish()
 

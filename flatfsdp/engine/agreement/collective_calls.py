@@ -81,6 +81,11 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
     return True
 
 
+def forget_calls() -> None:
+    """Begin to count calls anew: the default process group is another one, with another store."""
+    _made.clear()
+
+
 # -- where ranks meet in the store -------------------------------------------------------------------------------------
 
 

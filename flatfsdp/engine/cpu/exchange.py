@@ -285,6 +285,13 @@ def _all() -> list[SharedMemory]:
     return [shared for each in _exchanges if (shared := each()) is not None]
 
 
+def give_up_all(lost: str) -> None:
+    """Stop the exchanges of all groups: a rank is `lost`, in words. Members of groups that it is not in may wait for
+    ranks that wait for it."""
+    for each in _all():
+        each.give_up(lost)
+
+
 class Attendant:
     """The thread, which starts when it is first needed and sleeps while no collective is in flight."""
 

@@ -12,7 +12,7 @@ backward may follow. An operation that needs the sum, an optimizer's step or `cl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ from ..flat.sources import DEVICE
 from ..flat.states import IDLE, SHARDED, SUMMONED, UNSHARDED
 from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD
 from ..runtime.forward_driver import unshard_at_first_gradient
+from ..runtime.iteration import IDLE as AT_REST
 from ..runtime.iteration import LEFT_BEHIND, RETAINED
 from ..runtime.model import Model, model_of
 from ..runtime.module_tree import units_at
 from ..runtime.unit import Unit
 from ..runtime.user_writes import follow_other_ranks
+from ..schedule.forward_schedule import ForwardRecord
 from . import param_registry as registry
 from .unnoticed_writes import copy_shards, is_compared
 
@@ -114,6 +116,32 @@ def quiesce(
             if frees or not all(unit.shows_shard for unit in units if model_of(unit) is model):
                 model.iteration.reset_to_idle()
         take_over(units)
+
+
+def abandon(units: Sequence[Unit]) -> None:
+    """Bring `units` to rest whose connections to other ranks are broken: what was in flight has failed, and is dropped.
+    No communication."""
+    for unit in units:
+        for handle in unit.handles:
+            if handle.pending is not None:
+                with suppress(RuntimeError):
+                    handle.pending.wait()
+                handle.pending = None
+        for grads in unit.grads:
+            for each in grads.reducing:
+                with suppress(RuntimeError):
+                    each.discard()
+            grads.reducing.clear()
+    quiesce(units, collective=False, frees=True)
+    for model in models_of(units):
+        iteration = model.iteration
+        iteration.record = ForwardRecord()
+        iteration.ahead.clear()
+        iteration.requested.clear()
+        iteration.enter(AT_REST)
+    for unit in units:
+        for grads in unit.grads:
+            grads.drop()  # also what a window has accumulated
 
 
 def take_over(units: Collection[Unit]) -> None:

@@ -219,6 +219,14 @@ class Watchdog:
             f"whether their network failed: {broken}"
         )
 
+    def abandon(self, error: AgreementError) -> None:
+        """Let everything that waits for other ranks, or will, raise `error`. Called from any thread, by code that
+        breaks connections itself: nothing is printed, and the process goes on."""
+        self._lost = error
+        for each in list(self._local.watched):
+            each.fail(error, None)
+        self._wake.set()
+
     def last_step(self) -> str:
         """The last step of this rank with a model, in words that follow a sentence; "" if there is none."""
         models = sorted(self._local.watched, key=lambda each: each.doing[1])

@@ -1,0 +1,468 @@
+"""`survive`: steps that outlive the loss of ranks.
+
+[Note: survival] A loss ends the step on all survivors, wherever they are in it: the watch of each breaks the
+connections to the others, and lets everything that waits for them raise. The `with` of the step swallows that.
+Survivors agree on who goes on and on the last version that all of them have complete ([Note: epochs], [Note:
+versions]), make process groups anew, rebuild what the lost ones had ([Note: parity]), and the model moves to the ranks
+that are left. The same step is handed out again. Another loss in the meantime begins that anew, from the same version:
+it is dropped only when the next one is complete in the new epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..engine.agreement.collective_calls import forget_calls
+from ..engine.agreement.process_groups import groups_in_words, require_process_group
+from ..engine.base import _torch
+from ..engine.base.plain_data import bytes_of, decode, encode
+from ..engine.cpu.exchange import give_up_all
+from ..engine.models.rest import abandon, check_outermost
+from ..engine.models.walks import units_in
+from ..engine.watchdog.process_exit import print_immediately
+from ..engine.watchdog.regions import current_watch
+from ..engine.watchdog.store import StoreClient
+from ..engine.watchdog.watchdog import Watchdog, is_lost_connection
+from ..errors import AgreementError, LostRankError, UsageError, refuse_type, refuse_value, set_rank
+from ..messages import gather, gather_bytes
+from . import connections, own_state
+from .api import regroup
+from .exchange import ParityRanks
+from .holding import Facts, Holding
+from .job import Job
+from .keeper import Keeper, Version, check_losses
+from .neighbors import Neighbors
+from .own_state import Stateful
+from .parity import parity_groups
+
+NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
+
+
+def survive(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    steps: int | range,
+    state: Mapping[str, Stateful] = MappingProxyType({}),
+    every: int = 1,
+    group: int = 4,
+    lost_after: float = 60.0,
+) -> Iterator[Step]:
+    """Steps that outlive the loss of ranks: the others go on with the same step, without a restart.
+
+        for step in survive(model, optimizer, steps=1000, state={"scheduler": scheduler}):
+            with step:
+                train(step.number)
+
+    Each rank keeps copies of its own state in host memory, and a parity of that of others ([Note: parity]), refreshed
+    after a step. When a rank is lost (killed, by an exception, with its connections, or without a sign of life for
+    `lost_after` seconds), the `with` of all others swallows the errors that follow. They make the process groups anew,
+    go back to the last copy, rebuild the state of the lost rank, divide it among them, and the loop hands out the step
+    after that copy again. Get the rank and the number of ranks from `torch.distributed` in each step, and deal out the
+    data by them.
+
+    Collective over the default process group, when the loop begins and at each refresh.
+
+    Args:
+        model: the outermost module of a model that is sharded over all ranks, over gloo, at rest.
+        optimizer: that of the model.
+        steps: how many, or a range of their numbers, whose step is 1.
+        state: what else goes back with them: objects with ``state_dict()``, of plain data and tensors, and
+            ``load_state_dict()``. Random numbers of Python, torch and numpy are included.
+        every: steps from one refresh to the next; so many are taken again after a loss at most.
+        group: ranks that keep one another's state, two at least. Larger groups need less memory for the parity (an
+            (n - 1)-th of the state for n ranks), and can lose one rank between two refreshes, as any.
+        lost_after: seconds without a sign of life after which a rank counts as lost. It is fenced then: when it goes
+            on, it raises `FencedError` in its step.
+
+    Yields:
+        `Step`: to be entered by `with`.
+
+    Raises:
+        ConfigTypeError, ConfigValueError: an argument is not accepted.
+        UsageError: a rank serves the store of the process group, so that its loss would be that of the job; or the
+            model is not sharded over all ranks.
+        LostRankError: on all survivors: two ranks of one group are lost.
+        FencedError: the others have gone on without this rank.
+    """
+    if isinstance(steps, int) and not isinstance(steps, bool):
+        steps = range(steps)
+    if not isinstance(steps, range):
+        refuse_type("survive: steps", steps, "a number of steps, or a range")
+    if steps.step != 1:
+        refuse_value("survive: steps", steps, "a range whose step is 1")
+    for name, value, least in (("every", every, 1), ("group", group, 2)):
+        if type(value) is not int or value < least:
+            refuse_value(f"survive: {name}", value, f"an integer of at least {least}")
+    if not lost_after > 0:
+        refuse_value("survive: lost_after", lost_after, "a number of seconds greater than 0")
+    if not isinstance(state, Mapping):
+        refuse_type("survive: state", state, "a mapping of names to objects with state_dict() and load_state_dict()")
+    return iter(Survival(model, optimizer, steps, state, every=every, group=group, lost_after=lost_after))
+
+
+class Step:
+    """One step, whose `with` swallows a loss.
+
+    Attributes:
+        number: of the step; the same again after a loss.
+        completed: whether its `with` came to its end, without a loss. A completed step is taken again, too, if a rank
+            is lost before the next refresh is complete on all ranks.
+    """
+
+    completed = False
+
+    def __init__(self, survival: Survival, number: int) -> None:
+        self.number = number
+        self._survival = survival
+        self.left = False
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, cls: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.left = True
+        swallowed = self._survival.leave(self.number, error)
+        self.completed = error is None and not swallowed
+        return swallowed
+
+
+class Survival:
+    """The steps of one `survive`, on this rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        steps: range,
+        state: Mapping[str, Stateful],
+        *,
+        every: int,
+        group: int,
+        lost_after: float,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._steps, self._state = steps, state
+        self._every, self._group, self._lost_after = every, group, lost_after
+        self._next = steps.start
+        self._refreshing: Future[None] | None = None
+        self._forming: frozenset[int] = frozenset()  # the connections by which groups are being made anew
+        self._executor = ThreadPoolExecutor(1, "flatfsdp parity")
+
+    def __iter__(self) -> Iterator[Step]:
+        self._begin()
+        try:
+            while self._next < self._steps.stop:
+                step = Step(self, self._next)
+                yield step
+                if not step.left:
+                    raise UsageError(
+                        "survive: take each step inside of its `with`: for step in survive(...): with step:"
+                    )
+        finally:
+            self._end()
+
+    # -- the beginning and the end -----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        _check(self._model)
+        self._backend = str(dist.get_backend_config(dist.group.WORLD))
+        self._limit = _torch.time_limit(dist.group.WORLD)
+        self._base = _base_of(dist.group.WORLD)
+        host, port = self._base.host, self._base.port
+        own, world = dist.get_rank(), dist.get_world_size()
+        self._job = Job(
+            StoreClient(dist.PrefixStore("elastic", self._base)),
+            own,
+            range(world),
+            lost_after=self._lost_after,
+            on_loss=self._break,
+        )
+        self._port = port
+        self._ports: set[int] = set()  # of the connections to neighbors
+        self._neighbors = Neighbors(
+            own,
+            _own_host(host, port),
+            lost_after=self._lost_after,
+            gone=self._job.report,
+            news=self._job.learn,
+        )
+        self._job.publish("address", self._neighbors.address)
+        self._published: frozenset[int] = frozenset()
+        self._meet(self._job.members)
+        self._refresh(self._next, in_background=False)
+
+    def _end(self) -> None:
+        if self._refreshing is not None:
+            wait([self._refreshing])
+        self._neighbors.close()
+        self._executor.shutdown()
+
+    def _meet(self, numbers: Sequence[int]) -> None:
+        """Make what belongs to the present epoch. Collective."""
+        self._watch: Watchdog = current_watch()
+        self._numbers = tuple(numbers)
+        self._groups = parity_groups(len(numbers), self._group)
+        rank = dist.get_rank()
+        members = next((each for each in self._groups if rank in each), (rank,))
+        self._ranks = ParityRanks(members)
+        self._keeper = Keeper(members, rank)
+        self._ranks.finish()  # all addresses are there
+        addresses: dict[int, Any] = self._job.published("address")
+        self._ports |= {self._neighbors.address[1], *(port for _, port, _ in addresses.values())}
+        self._neighbors.connect(self._numbers, addresses)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def leave(self, number: int, error: BaseException | None) -> bool:
+        """The end of the `with` of a step; returns whether `error` is swallowed."""
+        if error is None:
+            try:
+                if self._job.losses:
+                    raise LostRankError(self._job.losses_in_words())
+                done = number + 1
+                if (done - self._steps.start) % self._every == 0 or done == self._steps.stop:
+                    self._refresh(done, in_background=True)
+                    if done == self._steps.stop:
+                        self._finish_refresh()
+                self._next = done
+                return False
+            except Exception as found:
+                if not self._is_loss(found):
+                    raise
+                error = found
+        elif not self._is_loss(error):
+            self._job.report(self._job.own, f"failed with {type(error).__name__}: {error}")
+            return False
+        self._recover(error)
+        return True
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Whether `error` follows from the loss of a rank."""
+        if not isinstance(error, RuntimeError) or not (isinstance(error, AgreementError) or is_lost_connection(error)):
+            return False
+        deadline = time.monotonic() + NOTICED
+        while not self._job.losses and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return bool(self._job.losses)
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def _refresh(self, done: int, *, in_background: bool) -> None:
+        """Take a version of the state after so many steps. Collective."""
+        self._finish_refresh()
+        self._publish_connections()
+        holding = Holding.of(self._model, self._optimizer)
+        offsets = holding.facts.offsets
+        tail = encode((holding.facts, own_state.take(self._state)))
+        version = self._keeper.begin(done, lambda block: block.take(holding.tensors, offsets[:-1], offsets[-1], tail))
+        if in_background:
+            self._refreshing = self._executor.submit(self._keeper.complete, version, self._ranks)
+        else:
+            self._keeper.complete(version, self._ranks)
+
+    def _finish_refresh(self) -> None:
+        if self._refreshing is not None:
+            refreshing, self._refreshing = self._refreshing, None
+            refreshing.result()
+
+    def _publish_connections(self) -> None:
+        if (now := connections.descriptors()) != self._published:
+            self._published = now
+            self._job.publish("connections", [*connections.open_connections()])
+
+    # -- after a loss ------------------------------------------------------------------------------------------------
+
+    def _break(self) -> None:
+        """End all waits of this process for others. Called from the thread of the job."""
+        self._neighbors.notify()
+        words = self._job.losses_in_words() or "this process counts as lost"
+        self._watch.abandon(LostRankError(words))
+        give_up_all(f"connection closed by peer: {words}")
+        published = {
+            number: [made for each in found if (made := connections.Connection.of(each)) is not None]
+            for number, found in self._job.published("connections").items()
+            if isinstance(found, list)
+        }
+        connections.sever(published, keep=(self._port, *self._ports))
+        connections.shut(self._forming)
+
+    def _recover(self, error: BaseException) -> None:
+        began = time.monotonic()
+        self._next = self._recovered(error)
+        print_immediately(
+            f"[flatfsdp, rank {dist.get_rank()}] goes on with {dist.get_world_size()} ranks from step {self._next}, "
+            f"{time.monotonic() - began:.2f} s after {type(error).__name__}"
+        )
+
+    def _recovered(self, error: BaseException) -> int:
+        """Go on without the lost ranks; returns the number of the next step."""
+        while True:
+            if self._refreshing is not None:
+                wait([self._refreshing])
+                self._refreshing = None
+            self._break()
+            offers = self._job.go_on(json.dumps(self._keeper.numbers))
+            lost = [rank for rank, number in enumerate(self._numbers) if number not in offers]
+            check_losses(self._groups, lost)
+            common = set.intersection(*(set(json.loads(offer)) for offer in offers.values()))
+            if not common:
+                raise LostRankError(f"{self._job.losses_in_words()}, before the first refresh was complete") from error
+            try:
+                self._move(max(common), lost, [*offers])
+            except Exception as again:
+                if not self._is_loss(again):
+                    raise
+                error = again
+                continue
+            return max(common)
+
+    def _move(self, number: int, lost: Sequence[int], members: Sequence[int]) -> None:
+        """Let the model move to the processes with the numbers `members`, in the state of that version."""
+        self._bring_to_rest()
+        self._make_groups(members)
+        keeper, numbers = self._keeper, self._numbers
+        rank_of = {numbers.index(each): rank for rank, each in enumerate(members)}
+        version = keeper.version(number)
+        before = self._keeper, self._ranks, self._numbers, self._groups
+        try:
+            self._meet(members)
+            holdings, state = self._rebuilt(keeper, version, lost, rank_of)
+            regroup(self._model, self._optimizer, group=dist.group.WORLD, holdings=holdings)
+            own_state.give(self._state, state)
+            self._refresh(number, in_background=False)
+        except BaseException:
+            self._keeper, self._ranks, self._numbers, self._groups = before
+            raise
+
+    def _rebuilt(
+        self, keeper: Keeper, version: Version, lost: Sequence[int], rank_of: Mapping[int, int]
+    ) -> tuple[list[Holding], Mapping[str, Any]]:
+        """The holdings of this rank from the old epoch, its own block and the part that it rebuilds of a lost one; and
+        its own state. Collective."""
+        ranks, members = self._ranks, keeper.members
+        sent = {rank_of[members[place]]: part for place, part in keeper.parts_to_send(version, lost).items()}
+        awaited = {rank_of[members[place]]: size for place, size in keeper.parts_to_receive(version, lost).items()}
+        arrived = ranks.send_parts(sent, awaited)
+        rebuilt = keeper.rebuild(version, lost, arrived)
+        block = version.block
+        facts, state = decode(_bytes(block.memory[block.state : block.nbytes]))
+        holdings = [facts.part(0, block.state, block.memory[: block.state])]
+        pieces: list[tuple[int, int, bytes]] = []
+        if rebuilt is not None:
+            rank, (size, tail) = members[rebuilt.member], version.sizes[rebuilt.member]
+            first, end = max(rebuilt.start, size), min(rebuilt.start + rebuilt.data.numel(), size + tail)
+            if first < end:
+                data = rebuilt.data[first - rebuilt.start : end - rebuilt.start]
+                pieces.append((rank, first, _bytes(data)))
+        tails: dict[int, list[tuple[int, bytes]]] = {}
+        for found in gather_bytes(encode(pieces), ranks.all):
+            for rank, first, data in decode(found):
+                tails.setdefault(rank, []).append((first, data))
+        if rebuilt is not None:
+            rank = members[rebuilt.member]
+            theirs: Facts = decode(b"".join(data for _, data in sorted(tails[rank])))[0]
+            stop = min(rebuilt.start + rebuilt.data.numel(), version.sizes[rebuilt.member].state)
+            if rebuilt.start < stop:
+                holdings.append(theirs.part(rebuilt.start, stop, rebuilt.data[: stop - rebuilt.start]))
+        return holdings, state
+
+    def _bring_to_rest(self) -> None:
+        """End what is left of the step that was abandoned."""
+        abandon(units_in(self._model))
+        self._model.zero_grad(set_to_none=True)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _make_groups(self, members: Sequence[int]) -> None:
+        """Make the default process group anew, of the processes with these numbers. Collective over them."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        forget_calls()
+        before = connections.descriptors()
+        store = self._base.clone()
+        self._forming = connections.descriptors() - before
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"epoch {self._job.epoch}", store),
+            rank=members.index(self._job.own),
+            world_size=len(members),
+            timeout=None if math.isinf(self._limit) else timedelta(seconds=self._limit),
+        )
+        set_rank(dist.get_rank())
+
+
+def _check(model: nn.Module) -> None:
+    """
+    Raises:
+        UsageError: the model, or the job, cannot outlive a loss. On all ranks.
+    """
+    require_process_group("survive()")
+    units = units_in(model)
+    if not units or check_outermost(units[-1], "survive()").outermost is not units[-1]:
+        raise UsageError("survive(): model: expected a sharded model, found no sharded module in it")
+    backend = str(dist.get_backend_config(dist.group.WORLD))
+    if {each.rpartition(":")[2] for each in backend.split(",")} != {"gloo"}:
+        raise UsageError(
+            f"survive(): the backend of the process group is {backend}. Waits can be broken from outside, and groups "
+            "made anew, over gloo only so far"
+        )
+    for unit in units:
+        if unit.groups.given is not dist.group.WORLD:
+            raise UsageError(
+                f"survive(): unit {unit.label} is sharded over {groups_in_words(unit.groups)}; expected all ranks, by "
+                "the default process group"
+            )
+        for handle in unit.handles:
+            if handle.precision.error_feedback:
+                raise UsageError(
+                    f"survive(): unit {unit.label} has reduce_error_feedback=True, whose residuals would be lost"
+                )
+
+
+def _base_of(process_group: Any) -> Any:
+    """The store of the default process group, without prefixes.
+
+    Raises:
+        UsageError: on all ranks: a rank serves it.
+    """
+    store = process_group.get_group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        raise UsageError(
+            f"survive(): the store of the process group is a {type(store).__name__}; expected a TCPStore, which all "
+            "ranks reach when some are lost"
+        )
+    serves = gather(store.port in connections.listening_ports(), process_group, call="called survive()")
+    if any(serves):
+        raise UsageError(
+            f"survive(): rank {serves.index(True)} serves the store of the process group, and its loss would end the "
+            "job. Launch with torchrun, which serves it, or pass init_process_group(store=) one that another process "
+            "serves"
+        )
+    return store
+
+
+def _own_host(host: str, port: int) -> str:
+    """The address of this machine by which those reach it that reach the store."""
+    with socket.create_connection((host, port), timeout=10.0) as line:
+        return str(line.getsockname()[0])
+
+
+def _bytes(data: torch.Tensor) -> bytes:
+    return bytes(bytes_of(data.contiguous()))

@@ -1,0 +1,180 @@
+"""A job outlives a killed rank: the same bits at the end as of an undisturbed run, and no step left out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.elastic import survive
+from tests.harness import fresh
+from tests.harness.fresh import Outcome
+
+pytestmark = pytest.mark.process
+
+MICROBATCHES, STEPS = 6, 5
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)]
+    return nn.Sequential(*layers)
+
+
+def die_in(moment: str, loss: torch.Tensor) -> None:
+    """Kill this process in the backward of `loss`, or now."""
+    if moment == "backward":
+        loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    elif moment == "exception":
+        raise ValueError("no such file")
+    elif moment.startswith("stopped for"):
+        stop_for(float(moment.split()[2]))
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process, which another one wakes."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train(
+    rank: int, world: int, kills: dict[int, tuple[int, str]], group: int = 4, lost_after: float = 60.0, every: int = 1
+) -> tuple[str, list[tuple[int, int]]]:
+    """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
+    each step that was taken to its end."""
+    dist.init_process_group("gloo")
+    model = FullyShardedDataParallel(net(), auto_wrap_policy={nn.Linear}, use_orig_params=True, deterministic_sums=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    dies_in, moment = kills.get(rank, (-1, ""))
+    taken = []
+    for step in survive(
+        model,
+        optimizer,
+        steps=STEPS,
+        state={"scheduler": scheduler},
+        group=group,
+        lost_after=lost_after,
+        every=every,
+    ):
+        with step:
+            world, own = dist.get_world_size(), dist.get_rank()
+            count = -(-MICROBATCHES // world)
+            for number in range(count):
+                index = own * count + number
+                dies = step.number == dies_in and number == count - 1
+                generator = torch.Generator().manual_seed(100 * step.number + index)
+                with flatfsdp.microbatch(index if index < MICROBATCHES else None, of=MICROBATCHES):
+                    if dies and moment == "forward":
+                        model.get_submodule("2").register_forward_pre_hook(lambda *unused: die_in(moment, unused[1]))
+                    loss = model(torch.randn(3, 16, generator=generator)).square().mean()
+                    if dies and moment in ("backward", "exception"):
+                        die_in(moment, loss)
+                    loss.backward()
+            if step.number == dies_in and (moment == "before the optimizer" or "stopped" in moment):
+                die_in(moment, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if step.number == dies_in and moment == "boundary":
+                die_in(moment, loss)
+        if step.completed:
+            taken.append((step.number, dist.get_world_size()))
+    with FullyShardedDataParallel.summon_full_params(model):
+        values = b"".join(bytes(each.detach().view(torch.uint8).flatten().tolist()) for each in model.parameters())
+    dist.destroy_process_group()
+    return hashlib.sha256(values + repr(optimizer.param_groups[0]["lr"]).encode()).hexdigest(), taken
+
+
+def undisturbed() -> str:
+    (outcome,) = fresh.run(1, train, {})
+    assert outcome.error is None, outcome
+    return outcome.result[0]
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return undisturbed()
+
+
+MOMENTS = ["forward", "backward", "exception", "before the optimizer", "boundary"]
+
+
+@pytest.mark.parametrize(("world", "lost"), [(2, 0), (3, 2), (4, 1)])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_lost_rank_costs_nothing(world: int, lost: int, moment: str, expected: str) -> None:
+    outcomes = fresh.run(world, train, {lost: (2, moment)}, timeout=60)
+    assert outcomes[lost].exit_code == (1 if moment == "exception" else -signal.SIGKILL), outcomes[lost]
+    assert moment != "exception" or "ValueError: no such file" in (outcomes[lost].error or ""), outcomes[lost]
+    check(outcomes, {lost}, expected)
+
+
+def check(outcomes: list[Outcome], lost: set[int], expected: str, *, again: int = 1) -> None:
+    """The survivors have taken all steps, at most so many of them again, and have the `expected` model."""
+    for rank, outcome in enumerate(outcomes):
+        if rank not in lost:
+            assert outcome.error is None and outcome.exit_code == 0, outcome
+            digest, taken = outcome.result
+            assert sorted(dict(taken)) == list(range(STEPS)) and len(taken) <= STEPS + again, taken
+            assert taken[-1] == (STEPS - 1, len(outcomes) - len(lost))
+            assert digest == expected
+
+
+def test_two_losses_in_different_groups(expected: str) -> None:
+    kills = {0: (2, "backward"), 3: (2, "boundary")}
+    check(fresh.run(4, train, kills, group=2, timeout=90), {0, 3}, expected, again=2)
+
+
+def test_one_loss_after_another(expected: str) -> None:
+    kills = {1: (1, "forward"), 3: (3, "backward")}
+    check(fresh.run(4, train, kills, timeout=90), {1, 3}, expected, again=2)
+
+
+def test_steps_since_a_refresh_are_taken_again(expected: str) -> None:
+    check(fresh.run(3, train, {1: (3, "backward")}, every=2, timeout=90), {1}, expected, again=2)
+
+
+def test_two_losses_in_one_group_end_the_others_in_words() -> None:
+    outcomes = fresh.run(3, train, {0: (2, "boundary"), 1: (2, "boundary")}, timeout=60)
+    assert "LostRankError: ranks 0, 1 are lost at once" in (outcomes[2].error or ""), outcomes[2]
+
+
+def test_a_pause_ends_nothing(expected: str) -> None:
+    check(fresh.run(2, train, {1: (2, "stopped for 8")}, timeout=90), set(), expected)
+
+
+def test_a_rank_that_wakes_too_late_is_fenced(expected: str) -> None:
+    outcomes = fresh.run(3, train, {1: (2, "stopped for 14")}, lost_after=4.0, timeout=90)
+    assert "FencedError: the others go on without this process" in (outcomes[1].error or ""), outcomes[1]
+    check(outcomes, {1}, expected)
+
+
+def with_a_store_of_rank_0(rank: int, world: int) -> None:
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    launcher = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        launcher.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(launcher.get("port")), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    model = FullyShardedDataParallel(net())
+    next(iter(survive(model, steps=1)))
+
+
+def test_a_store_that_a_rank_serves_is_refused() -> None:
+    for outcome in fresh.run(2, with_a_store_of_rank_0, timeout=60):
+        assert "UsageError: survive(): rank 0 serves the store" in (outcome.error or ""), outcome
