@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -51,7 +52,13 @@ def stop_for(seconds: float) -> None:
 
 
 def train(
-    rank: int, world: int, kills: dict[int, tuple[int, str]], group: int = 4, lost_after: float = 60.0, every: int = 1
+    rank: int,
+    world: int,
+    kills: dict[int, tuple[int, str]],
+    group: int = 4,
+    lost_after: float = 60.0,
+    every: int = 1,
+    pause: float = 0.0,
 ) -> tuple[str, list[tuple[int, int]]]:
     """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
     each step that was taken to its end."""
@@ -70,7 +77,10 @@ def train(
         lost_after=lost_after,
         every=every,
     ):
+        if step.number == dies_in and moment.startswith("after "):
+            threading.Timer(float(moment.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         with step:
+            time.sleep(pause)
             world, own = dist.get_world_size(), dist.get_rank()
             count = -(-MICROBATCHES // world)
             for number in range(count):
