@@ -255,6 +255,10 @@ def test_a_rank_of_a_job_gets_an_error() -> None:
         flatfsdp.advise(net(), ranks=2)
 
 
+def of_all(model: Any) -> torch.optim.Optimizer:
+    return flatfsdp.matrix_steps(partial(torch.optim.Muon, lr=0.1), model.parameters()).optimizer
+
+
 def test_matrices_of_an_optimizer_have_traffic_and_owners() -> None:
     def muon(model: Any) -> torch.optim.Optimizer:
         shapes = flatfsdp.unsharded_shapes(model)
@@ -268,6 +272,15 @@ def test_matrices_of_an_optimizer_have_traffic_and_owners() -> None:
         assert ("all_to_all" in plan.comm) == (way.shards > 1) or way.replicas > 1  # its own may be uncut
         assert ("to_replicas" in plan.comm) == (way.replicas > 1)
         assert plan.optimizer.keys() == {"momentum_buffer"}
+    with pytest.raises(
+        ConfigValueError, match=r"optimizer cannot be made: UsageError: matrix_steps: .* flat parameter"
+    ):
+        advise(net(), ranks=4, optimizer=of_all, units={"blocks": {Block}})
+    layouts = {"as Muon prefers": torch.optim.Muon, "whole": lambda name, parameter: flatfsdp.layout.Whole()}
+    ways: Any = {"units": {"blocks": {Block}}, "layouts": layouts, "use_orig_params": True}
+    chosen = advise(net(), ranks=2, optimizer=muon, **ways)
+    assert {choice.way.layout for choice in chosen.choices} >= {"as Muon prefers"}
+    assert all(choice.padding <= 0.06 for choice in chosen.choices)
     assert "owners" in str(advice)
     assert "the longest step of one, as a multiple of the mean" in str(advice)
     assert "owners" not in str(advise(net(), ranks=4, optimizer=adam, units={"blocks": {Block}}, use_orig_params=True))

@@ -25,7 +25,15 @@ from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
 from ..flat.flat_param import FlatParameter
-from ..guards.optimizer_hooks import HeldState, OfOptimizer, give_wholes, is_at_work, looking, steps_on_wholes
+from ..guards.optimizer_hooks import (
+    HeldState,
+    OfOptimizer,
+    give_wholes,
+    handles_of,
+    is_at_work,
+    looking,
+    steps_on_wholes,
+)
 from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
@@ -68,11 +76,8 @@ class _Steps:
 class MatrixSteps:
     """The steps of one optimizer on whole matrices; returned by `matrix_steps`, and constructed only there.
 
-    Attributes:
-        optimizer: the optimizer.
-
     Args:
-        optimizer: it.
+        optimizer: the optimizer, also an attribute.
         stepper: the work of its hooks.
     """
 
@@ -190,7 +195,7 @@ class _Stepper(OfOptimizer):
     def remove(self) -> None:
         """As of `MatrixSteps`."""
         # Not every rank has a state, but every rank has taken a step.
-        if self._began or any(has_state(self.optimizer, slot) for slot, _ in _managed(self.optimizer)):
+        if self._began or any(self.optimizer.state.get(slot.parameter) for slot, _ in _managed(self.optimizer)):
             raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
         for hook in self._hooks:
             hook.remove()
@@ -398,10 +403,11 @@ def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[tuple[
     Raises:
         UsageError: a flat parameter, or one that is no shard, in the words of a `call`.
     """
+    flat = {id(handle.flat_param) for _, handle in handles_of(optimizer)}  # in a dry run, they have another class
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if isinstance(parameter, FlatParameter):
+            if isinstance(parameter, FlatParameter) or id(parameter) in flat:
                 raise UsageError(
                     f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
                     f"matrices: {FlatFace.words.remedy}"
@@ -440,11 +446,6 @@ def _check_place(slot: Slot) -> None:
             f"matrix_steps: {slot.name} is on {here}, but its unit communicates on {handle.device}. Matrices cannot be "
             "exchanged with CPUOffload(offload_params=True)"
         )
-
-
-def has_state(optimizer: torch.optim.Optimizer, slot: Slot) -> bool:
-    """Whether this rank has optimizer state of the parameter."""
-    return bool(optimizer.state.get(slot.parameter))
 
 
 def matrix_steps(
@@ -540,7 +541,7 @@ def matrix_steps(
         raise ConfigValueError(f"{name}: owners= has {len(strangers)} parameters that the optimizer does not hold")
     for slot, _ in _managed(optimizer):
         entries_of(slot, adapter, optimizer.param_groups[slot.group])
-        if has_state(optimizer, slot) and not adapter.in_parts:
+        if optimizer.state.get(slot.parameter) and not adapter.in_parts:
             raise UsageError(
                 f"{name}(): the optimizer has state of {slot.name} already, which would be that of a part of it. Call "
                 f"{name}() before the first step, and load states afterwards"
