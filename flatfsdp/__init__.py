@@ -12,6 +12,7 @@ from .engine.cpu.groups import share_host_memory
 from .engine.cpu.malloc import retain_host_memory
 from .engine.features.audit import Audit
 from .engine.features.block_states import block_states
+from .engine.features.compaction import compact_device_memory
 from .engine.features.conditional_units import ensure_unit_participation
 from .engine.features.deterministic_sums import microbatch
 from .engine.features.forward_methods import register_fsdp_forward_method
@@ -55,6 +56,7 @@ __all__ = [
     "block_states",
     "check_replicas",
     "collective_region",
+    "compact_device_memory",
     "detect_nonfinite",
     "dry_run",
     "ensure_unit_participation",

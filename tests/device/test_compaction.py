@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +13,15 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp.engine.base.overrides import without_memory
-from flatfsdp.engine.inspection.allocator import Allocator
+from flatfsdp.engine.features.compaction import PRIORITY
+from flatfsdp.engine.inspection.allocator import Allocator, Block
+from flatfsdp.engine.inspection.simulated import SimulatedDevice
+from flatfsdp.errors import ConfigTypeError
 
 pytestmark = pytest.mark.single_process
 
 MIB = 2**20
+LARGE = 64 * MIB  # more than any tensor has
 WIDTH, ROWS, LAYERS = 2048, 1024, 8
 
 
@@ -24,9 +30,35 @@ def layers() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
 
 
-def memory() -> Allocator:
-    found: Allocator = without_memory.value.device.allocator
+def card() -> SimulatedDevice:
+    found: SimulatedDevice = without_memory.value.device
     return found
+
+
+def memory() -> Allocator:
+    return card().allocator
+
+
+def kept(blocks: list[Block]) -> int:
+    """Bytes of those `blocks` that are of kept streams."""
+    streams: list[tuple[Any, int]] = [(block.stream, block.size) for block in blocks]
+    return sum(size for stream, size in streams if stream.priority == PRIORITY)
+
+
+@contextmanager
+def taken_as_one() -> Iterator[list[int]]:
+    """A dry run; the sizes of its large requests."""
+    sizes: list[int] = []
+    with flatfsdp.dry_run(8, accelerator=True):
+        malloc = memory().malloc
+
+        def noted(size: int, *args: Any) -> Block:
+            sizes.append(size)
+            return malloc(size, *args)
+
+        with patch.object(memory(), "malloc", noted):
+            yield sizes
+    sizes[:] = [size for size in sizes if size > LARGE]
 
 
 def trained(between: Callable[[int], object] = id, *, steps: int = 4, microbatches: int = 1) -> Any:
@@ -69,3 +101,97 @@ def test_an_evaluation_before_training_changes_nothing() -> None:
             model(torch.ones(ROWS, WIDTH))
         assert memory().segments > requests
         assert memory().reserved.now == memory().reserved.peak  # nothing was given back
+
+
+def test_gradients_that_live_through_the_forward_stay_apart() -> None:
+    """Their memory would serve nothing after they are freed, if later ones were allocated elsewhere."""
+    with flatfsdp.dry_run(8, accelerator=True):
+        model = flatfsdp.FullyShardedDataParallel(layers(), auto_wrap_policy={nn.Sequential})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            loss = model(torch.ones(ROWS, WIDTH)).sum()
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert kept(memory().live()) > 2 * LAYERS * WIDTH * WIDTH * 4 // 8
+        assert kept(memory().cached()) < MIB * LAYERS
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_no_segment_is_taken_from_which_nothing_could_be_cut(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "max_split_size_mb:32")
+    with taken_as_one() as sizes:
+        trained()
+    assert sizes == []
+
+
+def test_an_allocator_that_joins_segments_itself_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with taken_as_one() as sizes:
+        model = trained(lambda step: sizes.append(kept(memory().live())))
+        del model
+    assert sizes == []
+
+
+def test_it_can_be_turned_off() -> None:
+    flatfsdp.compact_device_memory(False)
+    try:
+        with taken_as_one() as sizes:
+            model = trained(steps=2)
+            assert kept(memory().live()) == 0
+            del model
+    finally:
+        flatfsdp.compact_device_memory()
+    assert sizes == []
+    with pytest.raises(ConfigTypeError, match="compact_device_memory: enabled"):
+        flatfsdp.compact_device_memory(None)  # type: ignore[arg-type]
+
+
+def test_a_segment_that_the_device_lacks_memory_for_is_not_asked_for() -> None:
+    """Observers of failed requests, which write snapshots of the memory, would be called."""
+    with taken_as_one() as sizes, patch.object(card(), "mem_get_info", lambda device: (LARGE, 2**40)):
+        trained()
+    assert sizes == []
+
+
+@pytest.mark.parametrize("of", [{"device": 1}, {"stream": 1}, {"segment_pool_id": (0, 3)}], ids=str)
+def test_free_memory_of_others_counts_for_nothing(of: dict[str, Any]) -> None:
+    """That of other devices, of other streams, and of graphs. An older torch gives no snapshots without traces."""
+    with taken_as_one() as sizes:
+        device = card()
+
+        def snapshot() -> list[dict[str, Any]]:
+            here = {"device": 0, "stream": device.current_stream().cuda_stream, "segment_pool_id": (0, 0)}
+            return [{**here, **of, "blocks": [{"size": 2**40, "state": "inactive"}]}]
+
+        with patch.object(device, "memory_snapshot", snapshot):
+            trained()
+    assert len(sizes) == 2
+
+
+def test_steps_of_another_model_in_its_backward_are_none_of_this_one() -> None:
+    with taken_as_one() as sizes:
+        model, other = (flatfsdp.FullyShardedDataParallel(layers(), auto_wrap_policy={nn.Sequential}) for _ in range(2))
+        stepping = flatfsdp.optimizer_in_backward(other, torch.optim.SGD(other.parameters()))
+        loss = model(torch.ones(ROWS, WIDTH)).sum()
+        for _ in range(2):
+            other(torch.ones(ROWS, WIDTH)).sum().backward()
+        loss.backward()
+        model.zero_grad()
+        model(torch.ones(ROWS, WIDTH))
+        del stepping
+    assert sizes == []
+
+
+def test_states_that_are_made_in_a_backward_are_not_asked_for_again() -> None:
+    with taken_as_one() as sizes:
+        model = flatfsdp.FullyShardedDataParallel(layers(), auto_wrap_policy={nn.Sequential})
+        stepping = flatfsdp.optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(4):
+            memory().forget_peaks()
+            held = memory().active.now
+            model(torch.ones(ROWS, WIDTH)).sum().backward()
+        in_step = memory().active.peak - held
+        del stepping
+    assert len(sizes) == 1
+    assert sizes[0] <= in_step

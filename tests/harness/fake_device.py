@@ -319,7 +319,7 @@ class FakeDevice(TorchDispatchMode):
             for tensor in written:
                 self._write(tensor, access)
         result = func(*args, **kwargs)
-        for tensor in _tensors([result]):
+        for tensor in _tensors([result]) if name != "set_" else ():  # whose memory has its owner already
             if weakref.ref(tensor.untyped_storage()) not in known and not func.is_view:
                 memory = self._owned_by_current(tensor)
                 memory.write = None if name in _NOT_TOUCHING else access

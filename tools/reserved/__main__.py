@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of training, the last of which is shown")
     parser.add_argument("--expandable", action="store_true", help="with expandable_segments (the card had none)")
     args = parser.parse_args()
-    settings = Settings(expandable_segments=args.expandable)
+    if args.expandable:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # which engines look at, too
+    settings = Settings.of_environment()
     header = ["engine", *(f"{name}{part}" for name in COLUMNS for part in ("", ", card", ", off by"))]
     for ranks in args.worlds:
         print(f"\n### {BILLION.name}, {WORLDS[ranks]}: MiB\n")

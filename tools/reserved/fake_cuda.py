@@ -53,8 +53,8 @@ class FakeStream(SimulatedStream):
 
     device = DEVICE
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
+    def __init__(self, *args: Any, priority: int = 0, **options: Any) -> None:
+        super().__init__(priority=priority)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         return event or FakeEvent()

@@ -32,6 +32,13 @@ class SimulatedEvent:
 class SimulatedStream:
     """A stream without operations."""
 
+    def __init__(self, *, priority: int = 0) -> None:
+        self.priority = priority
+
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
+
     def record_event(self) -> SimulatedEvent:
         return SimulatedEvent()
 
@@ -67,7 +74,7 @@ class SimulatedDevice:
             observe(func, args, result)
 
     def Stream(self, device: Any = None, *, priority: int = 0) -> SimulatedStream:
-        return SimulatedStream()
+        return SimulatedStream(priority=priority)
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return self._current[-1]
@@ -92,8 +99,17 @@ class SimulatedDevice:
     def empty_cache(self) -> None:
         self.allocator.empty_cache()
 
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return [{"blocks": [{"size": block.size, "state": "inactive"} for block in self.allocator.cached()]}]
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        capacity = self.allocator.settings.capacity
+        return capacity - self.allocator.reserved.now, capacity
+
+    def memory_snapshot(self, *, include_traces: bool = True) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for block in self.allocator.cached():
+            stream: Any = block.stream
+            blocks = [{"size": block.size, "state": "inactive"}]
+            found.append({"device": 0, "stream": stream.cuda_stream, "segment_pool_id": (0, 0), "blocks": blocks})
+        return found
 
 
 def fakes_in(value: Any) -> Iterator[Any]:
