@@ -213,6 +213,11 @@ def _compact(model: Model, needed: int) -> None:
             torch.empty(lacking, dtype=torch.uint8, device=device.device)
 
 
+def _is_private(segment: dict[str, Any]) -> bool:
+    """Whether a segment is of the pool of a CUDA graph, or of a user's."""
+    return tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+
+
 def _free_in_large_pieces(device: Device) -> int:
     """Cached bytes from which requests of the caller's stream are cut."""
     module: Any = device.module
@@ -220,8 +225,8 @@ def _free_in_large_pieces(device: Device) -> int:
         segments = module.memory_snapshot(include_traces=False)
     except TypeError:  # an older torch
         segments = module.memory_snapshot()
-    here = device.device.index or 0, device.current_stream().cuda_stream, (0, 0)  # the last: no private pool
-    found = [each for each in segments if (each["device"], each["stream"], tuple(each["segment_pool_id"])) == here]
+    here = device.device.index or 0, device.current_stream().cuda_stream
+    found = [each for each in segments if (each["device"], each["stream"]) == here and not _is_private(each)]
     free = [block["size"] for each in found for block in each["blocks"] if block["state"] == "inactive"]
     return sum(size for size in free if size > LEAST)
 
