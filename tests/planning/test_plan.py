@@ -63,6 +63,10 @@ def test_rows_and_blocks_are_those_of_memory() -> None:
     ("make", "error", "message"),
     [
         (lambda: Rows(0), ConfigValueError, "Rows: expected count of at least 1, found 0"),
+        (lambda: Whole(padding=-0.1), ConfigValueError, "Whole: padding: got -0.1. Accepted: a part of the elements"),
+        (lambda: Whole(padding=float("nan")), ConfigValueError, "Whole: padding: got nan"),
+        (lambda: Whole(padding="5%"), ConfigTypeError, "Whole: padding: got "),  # type: ignore[arg-type]
+        (lambda: Whole(cost=3), ConfigTypeError, "Whole: cost: got "),  # type: ignore[arg-type]
         (lambda: Elements(True), ConfigTypeError, r"Elements: expected an int as count, found True \(bool\)"),
         (lambda: Blocks(128, 1.5), ConfigTypeError, r"Blocks: expected an int as columns, found 1.5 \(float\)"),
         (
@@ -141,6 +145,16 @@ def test_without_grains_a_plan_is_the_packed_layout(world: int) -> None:
     for grains in ({}, {"weight": Elements()}):
         layout = plan(params, grains, world=world, align=4)
         assert (layout.params, layout.spans, layout.shard_numel) == (params, packed.spans, packed.shard_numel)
+
+
+def test_nothing_is_cheaper_than_no_grains() -> None:
+    params, grains = (
+        [ParamSpec("weight", (10,)), ParamSpec("bias", (10,))],
+        dict.fromkeys(("weight", "bias"), Preferred(Whole())),
+    )
+    layout = plan(params, grains, world=4, align=4)
+    assert {*layout.given_up} == {*grains} and layout.padding > BUDGET * 20
+    assert cheaper(layout, grains) is None
 
 
 def test_it_is_public() -> None:

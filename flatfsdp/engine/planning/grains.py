@@ -11,7 +11,7 @@ from math import lcm, prod
 
 from torch import nn
 
-from ...errors import ConfigTypeError, ConfigValueError
+from ...errors import ConfigTypeError, ConfigValueError, refuse_type, refuse_value
 from ..layout.layout import ParamSpec
 
 
@@ -118,6 +118,16 @@ class Whole:
 
     padding: float = BUDGET
     cost: Callable[[Shape], int] = field(default=matrix_cost, repr=False)
+
+    def __post_init__(self) -> None:
+        padding: object = self.padding
+        accepted = "a part of the elements, such as 0.05, or math.inf"
+        if isinstance(padding, bool) or not isinstance(padding, (int, float)):
+            refuse_type("Whole: padding", padding, accepted)
+        if not padding >= 0:  # NaN is not, either
+            refuse_value("Whole: padding", padding, accepted)
+        if not callable(self.cost):
+            refuse_type("Whole: cost", self.cost, "a function of a shape")
 
     def elements(self, param: ParamSpec) -> int:
         """The number of elements at whose multiples `param` may be cut: all."""

@@ -114,11 +114,12 @@ def _affordable(
 
 def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float = BUDGET) -> str | None:
     """Words on what to choose instead if the padding of ``layout``, which `plan` has made for ``grains``, exceeds
-    ``budget``, a part of the parameters' elements; None if it does not."""
+    ``budget``, a part of the parameters' elements; None if it does not, or no grain is left that adds any."""
     params, world = layout.params, layout.world
     total = sum(param.numel for param in params)
     found = layout.padding / max(total, 1)
-    if found <= budget or not grains:
+    kept = {name: grain for name, grain in grains.items() if name not in layout.given_up}
+    if found <= budget or not kept:
         return None
 
     def padding(grains: Mapping[str, Grain], world: int) -> float:
@@ -136,7 +137,6 @@ def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float
             changed = sorted({f"{finer[name]} for {grain}" for name, grain in grains.items() if finer[name] != grain})
             choices.append(f"{', '.join(changed)} ({its:.2%})")
             break
-    kept = {name: grain for name, grain in grains.items() if name not in layout.given_up}
     size, name = max((grain.elements(param), param.name) for param in params if (grain := kept.get(param.name)))
     within = "; ".join(choices) or "no finer grains, and no shards over fewer ranks"
     return (
