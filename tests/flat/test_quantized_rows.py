@@ -129,6 +129,19 @@ def test_modules_compute_with_the_same_bits(settings: dict[str, Any], pool3: Run
         assert all(rows % 2 == 0 for each in results for rows in each)
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (3, 4), (1, 4), (0, 8)])
+def test_a_tensor_has_memory_of_its_own(shape: tuple[int, int]) -> None:
+    """It is put together from gathered bytes, which are overwritten later, at any place of theirs."""
+    weight = Int4.of(torch.randn(shape)) if shape[0] else Int4(torch.empty(0, 4, dtype=torch.uint8), torch.empty(2, 0))
+    extensions = QuantizedRows()
+    rows, state = extensions.pre_flatten_transform(weight)
+    gathered = torch.zeros(rows.numel() + 1, dtype=torch.uint8)
+    stored = gathered[1:].view(rows.shape).copy_(rows)
+    found: Any = extensions.post_unflatten_transform(stored, state)
+    gathered.zero_()
+    assert torch.equal(found.values, weight.values) and torch.equal(found.scale, weight.scale)
+
+
 class Unrelated(Int4):
     """One of whose tensors no dimension is that of rows."""
 

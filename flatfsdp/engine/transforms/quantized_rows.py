@@ -30,8 +30,10 @@ class QuantizedRows:
 
     A row of the stored tensor is one of the parameter: the bytes of its values, and of the scales and zero points of
     its blocks. So `Rows(k)` keeps blocks of `k` rows whole, with what dequantizes them, and any cut is put together
-    again for modules, to the bit. Tensors of which some part has no dimension of rows are refused in words, as without
-    this; trainable and plain ones are stored as they are.
+    again for modules, to the bit. The rows of each tensor inside are its first dimension of that
+    size. Of scales with two such dimensions it may be the wrong one: then they are stored with other rows than those
+    that they scale, and the tensor is put together to the bit all the same. Tensors of which some part has no dimension
+    of rows are refused in words, as without this; trainable and plain ones are stored as they are.
 
     Example:
         >>> import torch
@@ -54,9 +56,10 @@ class QuantizedRows:
             dim = next((dim for dim, size in enumerate(value.shape) if size == rows), None)
             if dim is None or type(value) is not torch.Tensor:
                 return tensor, None
-            first = value.detach().movedim(dim, 0).contiguous()
-            inner.append(_Inner(name, dim, first.dtype, tuple(first.shape)))
-            columns.append(first.reshape(rows, -1).view(torch.uint8))
+            first = value.detach().movedim(dim, 0)
+            each = _Inner(name, dim, first.dtype, tuple(first.shape))
+            inner.append(each)
+            columns.append(_bytes_of(first.clone(memory_format=torch.contiguous_format), each))
         state = _State(type(tensor), context, tensor.shape, tuple(tensor.stride()), tuple(inner))
         return torch.cat(columns, 1), state
 
@@ -65,10 +68,16 @@ class QuantizedRows:
         found: dict[str, torch.Tensor] = {}
         start = 0
         for each in state.inner:
-            elements = torch.Size(each.shape[1:]).numel()
-            stop = start + elements * each.dtype.itemsize
-            values = tensor.detach()[:, start:stop].contiguous().view(each.dtype).view(each.shape)
+            values = tensor.new_empty(each.shape, dtype=each.dtype)
+            rows = _bytes_of(values, each)
+            rows.copy_(tensor.detach()[:, start : start + rows.shape[1]])
             found[each.name] = values.movedim(0, each.dim).contiguous()
-            start = stop
+            start += rows.shape[1]
         made: torch.Tensor = state.cls.__tensor_unflatten__(found, state.context, state.size, state.stride)
         return made
+
+
+def _bytes_of(values: torch.Tensor, inner: _Inner) -> torch.Tensor:
+    """The bytes of `values`, which are new, with the rows in the first dimension of both."""
+    row = torch.Size(inner.shape[1:]).numel() * inner.dtype.itemsize
+    return values.view(-1).view(torch.uint8).view(inner.shape[0], row)
