@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from flatfsdp.elastic import regroup
 from flatfsdp.errors import AuditError, FlatFSDPError
 from tests.conftest import Run
 from tests.features.test_deterministic_sums import aligned, in_turns, rounds, unevenly, unsynchronized
 from tests.harness.meshes import named_mesh, shared_mesh
+from tests.harness.pool import JobFailed
 from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.distributed
@@ -59,6 +63,8 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
+    recomputes = False
+
     def __init__(self) -> None:
         super().__init__()
         self.first = Layer(5, 11)
@@ -72,8 +78,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor, rarely: bool = False) -> Tensor:
         x = self.frozen(self.first(x))
         for block in self.blocks:
-            x = x + block(nn.functional.dropout(x, 0.1))
+            x = x + self.call(block, nn.functional.dropout(x, 0.1))
         return self.rare(x) if rarely else x
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return found
 
 
 UNIT_OF = {"first": "<root>", "blocks.0.0": "'blocks.0'", "blocks.0.2": "'blocks.0'", "blocks.1.0": "'blocks.1'"}
@@ -176,6 +186,17 @@ def test_flipped_in_microbatches(run: Run, name: str, accumulates: bool) -> None
     for world in (1, 2, 3):
         for missed in run(world, flipped_in_microbatches, WRAPS[name], accumulates, flips):
             assert not missed
+
+
+def recomputed(net: Any) -> Any:
+    net.recomputes = True
+    return wrapped(net)
+
+
+def test_flipped_in_microbatches_that_are_recomputed(run: Run) -> None:
+    """A recomputation ends by an exception inside of the forward of its unit."""
+    for missed in run(2, flipped_in_microbatches, recomputed, False, 12):
+        assert not missed
 
 
 def local_of(value: Any) -> Tensor:
@@ -328,8 +349,18 @@ class Counting(nn.Module):
         return self.layer(x) * self.count
 
 
+class Replacing(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1.0
+        return self.layer(x) * self.count
+
+
+COUNTS: dict[str, Callable[[], nn.Module]] = {"buffers": Counting, "replaced buffers": Replacing}
+
+
 def refused(rank: int, world: int, how: str) -> str:
-    model = wrapped(Counting() if how == "buffers" else nn.Linear(5, 3), deterministic_sums=how != "no mode")
+    net = COUNTS[how]() if how in COUNTS else nn.Linear(5, 3)
+    model = wrapped(net, deterministic_sums=how != "no mode")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def run(index: int) -> None:
@@ -337,6 +368,18 @@ def refused(rank: int, world: int, how: str) -> str:
             model(torch.ones(2, 5)).sum().backward()
 
     try:
+        if how == "in a microbatch":
+            with flatfsdp.microbatch(rank, of=world):
+                flatfsdp.Audit(model, run, every=1)
+        if how == "in a step":
+            run(rank)
+            audit = flatfsdp.Audit(model, run, every=1)
+            optimizer.step()
+        if how == "step set in a step":
+            audit = flatfsdp.Audit(model, run, every=2)
+            run(rank)
+            audit.step = 2
+            optimizer.step()
         flatfsdp.Audit(model, run if how != "no function" else None, every=0 if how == "zero" else 1)  # type: ignore[arg-type]
         if how == "two":
             flatfsdp.Audit(model, run, every=1)
@@ -358,6 +401,10 @@ def refused(rank: int, world: int, how: str) -> str:
         ("zero", "ConfigValueError: Audit: every"),
         ("in backward", "UsageError: Audit: an optimizer steps in backwards"),
         ("buffers", "UsageError: Audit: a forward writes to buffers (count)"),
+        ("replaced buffers", "UsageError: Audit: a forward writes to buffers (count)"),
+        ("in a microbatch", "UsageError: Audit() inside of microbatch("),
+        ("in a step", "UsageError: Audit: step 1 is audited, and microbatches of it ran on ranks 0, 1 before"),
+        ("step set in a step", "UsageError: Audit: step 2 is audited, and microbatches of it ran on ranks 0, 1 before"),
     ],
 )
 def test_refused(run: Run, how: str, words: str) -> None:
@@ -407,3 +454,145 @@ def test_optimizers(run: Run, kind: str) -> None:
     for world in (1, 2):
         for words in run(world, with_optimizers, kind):
             assert len(words) == 1 and "rank 0: " in words[0] and " of parameter 'first.weight'" in words[0]
+
+
+class Logged(flatfsdp.Audit):
+    calls: list[int] = []  # noqa: RUF012
+    number = 0
+
+    def check(self) -> None:
+        self.calls.append(self.number)
+        super().check()
+
+
+def audited_together(rank: int, world: int) -> list[int]:
+    """The models that one optimizer steps, in the order in which they are compared, which is collective."""
+    Logged.calls.clear()
+    models = [wrapped(nn.Linear(5, 3)) for _ in range(12)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for number in (7, 3, 11, 0, 5, 9, 1, 2, 10, 4, 8, 6):
+        Logged(models[number], lambda index: None, every=1000).number = number
+    with flatfsdp.microbatch(rank, of=world):
+        for model in models:
+            model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return Logged.calls
+
+
+def test_ranks_compare_models_of_one_optimizer_in_the_same_order(run: Run) -> None:
+    for calls in run(1, audited_together):
+        assert calls == [7, 3, 11, 0, 5, 9, 1, 2, 10, 4, 8, 6]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eij->bej", x, self.weight)
+
+
+def with_experts(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    model = wrapped(Experts())
+    muon = partial(torch.optim.Muon, lr=0.02)
+    optimizer = flatfsdp.matrix_steps(muon, model.parameters(), sees="matrices").optimizer
+
+    def run(index: int) -> None:
+        with flatfsdp.microbatch(index, of=world):
+            model(torch.full((2, 6), 1.0 + index)).square().mean().backward()
+
+    audit = flatfsdp.Audit(model, run, every=1000)
+    run(rank)
+    optimizer.step()
+    states = [each for p in model.parameters() for each in optimizer.state[p]["experts"].values()]
+    if rank == world - 1:
+        flip(states[-1]["momentum_buffer"], 0.5, 3)
+    try:
+        audit.check()
+    except AuditError as error:
+        return str(error)
+    return ""
+
+
+def test_states_of_matrices_of_one_parameter(run: Run) -> None:
+    for words in run(2, with_experts):
+        assert ": rank 1: experts" in words and " of parameter 'weight'" in words
+
+
+def failed(rank: int, world: int) -> None:
+    """Rank 0 cannot read the microbatch of another, which waits for it, and goes on."""
+    model = wrapped(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(index: int) -> None:
+        if rank == 0 and index != rank:
+            raise ValueError("no such file")
+        with flatfsdp.microbatch(index, of=world):
+            model(torch.ones(2, 5)).sum().backward()
+
+    flatfsdp.Audit(model, run, every=1)
+    run(rank)
+    with suppress(ValueError):
+        optimizer.step()
+
+
+def test_a_microbatch_that_cannot_be_computed_again_is_reported_on_all_ranks(run: Run) -> None:
+    with pytest.raises(JobFailed, match=r"rank 0 abandoned its iteration in .* after ValueError: no such file; rank 1"):
+        run(2, failed)
+
+
+def accepted(rank: int, world: int, wrap: Any) -> list[str]:
+    """Alarms after writes that torch does not count: not accepted, accepted, and after a flip since."""
+    training = Training(rank, world, wrap, world, aligned, True, 1000)
+    parameters = [p for p in training.model.parameters() if p.requires_grad]
+    alarms = []
+    for accepts, flips in ((False, False), (True, False), (True, True)):
+        alarms.append(training.words_of_step())
+        if wrap is sharded:
+            with torch.no_grad():
+                torch._foreach_mul_(parameters, 0.999)
+        else:
+            for parameter in parameters:
+                parameter.data.mul_(0.999)
+        if accepts:
+            training.audit.accept()
+        if flips and rank == 0:
+            flip(local_of(parameters[0]), 0.0, 3)
+        alarms.append(training.words_of_step())
+        training.audit.accept()
+    return alarms
+
+
+@pytest.mark.parametrize("name", ["originals", "fully_shard"])
+def test_writes_are_accepted(run: Run, name: str) -> None:
+    for alarms in run(2, accepted, WRAPS[name]):
+        assert [bool(words) for words in alarms] == [False, True, False, False, False, True]
+        assert "rank 0: parameter" in alarms[1] and "call accept() of the audit" in alarms[1]
+        assert alarms[5].count(" of unit ") == 1
+
+
+def removed(rank: int, world: int) -> list[str]:
+    """Alarms of a model without its audit, and with another one."""
+    training = Training(rank, world, wrapped, world, aligned, True, 1)
+    alarms = [training.words_of_step()]
+    for _ in range(2):
+        training.audit.remove()
+    parameter = next(p for p in training.model.parameters() if p.numel())
+    flip(parameter, 0.0, 3)
+    alarms.append(training.words_of_step())
+    training.audit.check()
+    training.audit = flatfsdp.Audit(training.model, training.run, every=1)
+    alarms.append(training.words_of_step())
+    flip(parameter, 0.0, 3)
+    alarms.append(training.words_of_step())
+    training.audit.remove()
+    training.model.zero_grad()
+    regroup(training.model, group=torch.distributed.group.WORLD)
+    return alarms
+
+
+def test_an_audit_is_removed(run: Run) -> None:
+    for alarms in run(2, removed):
+        assert [bool(words) for words in alarms] == [False, False, False, True]

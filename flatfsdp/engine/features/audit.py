@@ -37,6 +37,7 @@ from .block_reducer import Step
 from .deterministic_sums import DeterministicSums, running_index
 
 Memory = tuple[weakref.ref[torch.Tensor], tuple[int, ...]]  # a tensor, and versions that show writes to it
+Buffers = dict[tuple[int, str], tuple[torch.Tensor, int]]  # with their versions, by number of the entry and name
 Checksums = dict[str, int]  # of one microbatch, by words, in the order in which they were taken
 
 OF_UNIT = " of unit "
@@ -59,8 +60,12 @@ class Audit:
     are not chosen; and in what is neither a parameter nor a tensor of an optimizer's state, such as buffers. What is
     compared are sums of words: a word that changes is seen, but not several whose changes add up to zero.
 
+    Writes that torch does not count are taken for flips: through `.data` of original parameters, numpy, and list
+    operations on DTensors such as `torch._foreach_mul_`. Call `accept()` after them.
+
     Each step of an optimizer is collective, reads shards and states twice more, and each forward reads shards once; an
-    audited one takes a forward and a backward. All ranks construct it at the same point. It ends with the model.
+    audited one takes a forward and a backward. All ranks construct it at the same point, between steps. It ends with
+    the model, or by `remove()`.
 
     Args:
         model: the outermost wrapper.
@@ -68,14 +73,12 @@ class Audit:
             Everything in it follows from the index: data and random numbers.
         every: a number of steps.
 
-    Attributes:
-        step: the number of the running step, from 1. Programs may set it, on all ranks alike.
-
     Raises:
         AuditError: in a step or in a forward, on all ranks.
         ConfigTypeError, ConfigValueError: not such an argument.
-        UsageError: no `deterministic_sums=True`, an audit that is there already, or a nested wrapper; in a step: it is
-            one in a backward, or a forward writes to buffers.
+        UsageError: no `deterministic_sums=True`, an audit that is there already, a nested wrapper, or inside of a
+            `microbatch`; in a step: it is one in a backward, a forward writes to buffers, or microbatches of it ran
+            before the audit was constructed, or its number set.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -96,13 +99,15 @@ class Audit:
         inner = outermost_model(model, "Audit")
         if not callable(run):
             refuse_type("Audit: run", run, "a function of an index: the forward and the backward of a microbatch")
-        self.step, self._every = 1, check_number("Audit: every", every, "a number of steps, at least 1", 1)
+        self._step, self._every = 1, check_number("Audit: every", every, "a number of steps, at least 1", 1)
         check_outside(inner.outermost, "Audit()")
+        _check_between_microbatches("Audit()")
         sums = inner.observers.find(DeterministicSums)
         if sums is None or inner.observers.find(_Calls) is not None:
             problem = "it has one already" if sums is not None else "it was wrapped without deterministic_sums=True"
             raise UsageError(f"Audit(): expected a model with deterministic_sums=True and without an audit; {problem}")
-        self._model, self._sums, self._run = weakref.ref(inner), sums, run
+        self._model: Callable[[], Model | None] = weakref.ref(inner)
+        self._sums, self._run = sums, run
         self._kept: dict[str, tuple[Memory, int]] = {}  # what lies still, and its checksum, by name
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._seen: dict[int, Checksums] = {}  # of this rank's microbatches of an audited step
@@ -110,11 +115,42 @@ class Audit:
         sums.ledger.look = self._look
         calls = _Calls(self)
         for called in (optimizer_hooks.looking, optimizer_hooks.following):
-            called.add(weakref.ref(calls, called.discard))
+            called.add(calls)
         for unit in inner.units:
             unit.around = partial(self._around, unit.around)
         inner.observers.add(calls)
         inner.setup.options_changed()
+
+    @property
+    def step(self) -> int:
+        """The number of the running step, from 1. Programs may set it between steps, on all ranks alike."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        if number != self._step:
+            _check_between_microbatches("Audit.step = ...")
+            self._step = number
+            self._seen.clear()
+
+    def remove(self) -> None:
+        """End it, on all ranks at the same point. The model may be regrouped then, or get another one."""
+        if (model := self._model()) is None:
+            return
+        check_outside(model.outermost, "Audit.remove()")
+        calls = model.observers.find(_Calls)
+        assert calls is not None
+        for called in (optimizer_hooks.looking, optimizer_hooks.following):
+            called.discard(calls)
+        for unit in model.units:
+            if isinstance(around := unit.around, partial) and around.func == self._around:
+                unit.around = around.args[0]
+        self._sums.ledger.look = None
+        model.observers.remove(calls)
+        model.setup.options_changed()
+        self._model = lambda: None
+        self._kept.clear()
+        self._seen.clear()
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -124,6 +160,14 @@ class Audit:
         if (model := self._model()) is not None:
             with model.agreement.collective_call("Audit.check()", always=True):
                 self._compare(model, self._optimizers)
+
+    def accept(self) -> None:
+        """Take this rank's parameters and optimizer states for right as they are now, after writes that torch does not
+        count. Between iterations; not collective."""
+        if (model := self._model()) is not None:
+            check_outside(model.outermost, "Audit.accept()")
+            found = self._at_rest(model, self._optimizers)
+            self._kept = {name: (memory, checksum(values)) for name, _, memory, values in found}
 
     def _before_gather(self) -> None:
         model = self._model()
@@ -140,7 +184,8 @@ class Audit:
             raise AuditError(
                 f"step {self.step}: memory has changed since the last step, and nobody has written to it: {texts}. Its "
                 "bits flipped, or it was written to in a way that torch does not count (through .data, numpy, another "
-                f"library). {REMEDY}"
+                "library, torch._foreach_mul_() of DTensors): call accept() of the audit after such a write. "
+                f"{REMEDY}"
             )
 
     def _kept_of(self, name: str, memory: Memory) -> int | None:
@@ -201,19 +246,21 @@ class Audit:
         if unit is model.outermost:
             found.clear()  # of a step that was dropped
         for handle in unit.handles:
-            self._add(found, "", unit, handle, None)  # they come before what is computed with them
-        output = run(*args, **kwargs)
-        for handle in [each for each in unit.handles if each.state is UNSHARDED]:
-            self._add(found, "", unit, handle, handle.unsharded.flat)
-        name = f"the output{OF_UNIT}{unit.label}"
+            for spec in handle.layout.params:
+                found.setdefault(_name(unit, spec.name), 0)  # they come before what is computed with them
+        try:
+            output = run(*args, **kwargs)
+        finally:  # a checkpoint stops a recomputation by an exception, where it has what it needs
+            for handle in [each for each in unit.handles if each.state is UNSHARDED]:
+                self._add(found, "", unit, handle, handle.unsharded.flat)
         sums = [checksum(each) for each in tensors_in(output) if type(each) is torch.Tensor]
-        found[name] = _in_64_bits(31 * found.get(name, 0) + sum(sums))
+        _add_to(found, f"the output{OF_UNIT}{unit.label}", sum(sums))
         return output
 
     def _add(self, found: Checksums, of: str, unit: Unit, handle: FlatParamHandle, values: Any) -> None:
-        """Add the checksums of unsharded `values` of parameters; None to come."""
+        """Add the checksums of unsharded `values` of parameters."""
         for spec, span in zip(handle.layout.params, handle.layout.spans, strict=True):
-            found[f"{of}{_name(unit, spec.name)}"] = 0 if values is None else checksum(values[span.slice])
+            _add_to(found, f"{of}{_name(unit, spec.name)}", checksum(values[span.slice]))
 
     def _look(self, handle: FlatParamHandle, index: int | None, gradient: torch.Tensor) -> None:
         """Look at the unsharded `gradient` of one microbatch, before it is added to others."""
@@ -237,7 +284,7 @@ class Audit:
             self._compare_microbatches(model, step)
         self._sums.drop_step()  # it has ended
         self._seen.clear()
-        self.step += 1
+        self._step += 1
 
     def _compare_microbatches(self, model: Model, step: Step) -> None:
         """Collective: every rank runs the model."""
@@ -246,12 +293,18 @@ class Audit:
         chosen = {rank: sorted(own)[turn % len(own)] for rank in ranks if (own := step.added_by([rank]))}
         here, world = ranks.index(peers.rank), len(ranks)
         found = [self._seen.get(chosen.get(peers.rank, -1), {})]
+        lacks = peers.rank in chosen and not found[0]
         for distance in (1, 2):
             # If that rank has none, nobody reads what is found.
             found.append(self._run_again(model, chosen.get(ranks[(here + distance) % world], 0), of))
             if distance == 1:
-                with model.agreement.waiting("an audit"):
-                    sums = peers.numbers_of_ranks(*map(_digest, found))
+                with model.agreement.collective_call("the comparison of an audit", always=True):
+                    sums = peers.numbers_of_ranks(*map(_digest, found), int(lacks))
+                if unseen := [rank for rank in ranks if sums[rank][2]]:
+                    raise UsageError(
+                        f"Audit: step {self.step} is audited, and microbatches of it ran on {ranks_in_words(unseen)} "
+                        "before the audit was constructed, or its step set. Do both between steps, on all ranks"
+                    )
                 pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
                 if all(sums[rank][1] == sums[owner][0] for rank, owner in pairs if owner in chosen):
                     return
@@ -273,16 +326,18 @@ class Audit:
         """The checksums of a microbatch that this rank computes again. Collective."""
         device = model.resources.device
         forked: Any = {"device_type": device.device.type, "devices": [device.device]} if device.has_streams else {}
-        buffers = {name: each for entry in model.outermost.entries for name, each in entry.named_buffers()}
-        before = {name: each._version for name, each in buffers.items()}
-        again = self._again = {}
+        before, again = _buffers_of(model), Checksums()
+        self._again = again
         try:
             with fork_rng(**({"devices": []} | forked)), torch.enable_grad(), self._sums.again(index, of):
                 self._run(index)
+            if written := _written(before, _buffers_of(model)):
+                raise UsageError(f"Audit: a forward writes to buffers ({few(written)}), which other ranks do not see")
+        except BaseException as error:
+            agreement_of(model.agreement).leave("the microbatch of an audit", error)  # others may wait for this rank
+            raise
         finally:
             self._again = None
-        if written := [name for name, each in buffers.items() if each._version != before[name]]:
-            raise UsageError(f"Audit: a forward writes to buffers ({few(written)}), which other ranks do not see")
         return again
 
 
@@ -296,6 +351,11 @@ class _Calls(Observer):
         self.optimizer_steps, self.optimizer_stepped = audit._before_step, audit._after_step
 
     def first_gather_agreed(self) -> None: ...
+
+
+def _check_between_microbatches(call: str) -> None:
+    if (index := running_index()) is not None:
+        raise UsageError(f"{call} inside of microbatch({index}): the audit would see a part of it. Do it between steps")
 
 
 def _judged(votes: list[tuple[int, Checksums]], *, alone: bool) -> str:
@@ -321,7 +381,29 @@ def _plain(value: Any) -> list[torch.Tensor]:
     """The plain tensors of which a value of an optimizer's state consists."""
     if hasattr(value, "__tensor_flatten__") and type(value) is not torch.Tensor:
         return [each for name in value.__tensor_flatten__()[0] for each in _plain(getattr(value, name))]
+    if isinstance(value, (dict, list, tuple)):  # as of the matrices of one parameter
+        return [each for inside in (value.values() if isinstance(value, dict) else value) for each in _plain(inside)]
     return [value] if isinstance(value, torch.Tensor) and value.layout is torch.strided else []
+
+
+def _buffers_of(model: Model) -> Buffers:
+    entries = enumerate(model.outermost.entries)
+    return {(number, name): (each, each._version) for number, entry in entries for name, each in entry.named_buffers()}
+
+
+def _written(before: Buffers, after: Buffers) -> list[str]:
+    """The names of buffers that were written to, replaced, added or removed."""
+    changed = []
+    for key in {**before, **after}:
+        (one, version), (other, later) = before.get(key, (None, 0)), after.get(key, (None, 0))
+        if one is not other or version != later:
+            changed.append(key[1])
+    return changed
+
+
+def _add_to(found: Checksums, name: str, value: int) -> None:
+    """Add a checksum to those of the same name, as of a recomputation."""
+    found[name] = _in_64_bits(31 * found.get(name, 0) + value)
 
 
 def _digest(found: Checksums) -> int:

@@ -156,7 +156,7 @@ class Compaction(Observer):
         tracker = model.resources.tracker
         if self._stepped:
             tracker.advise, tracker.advised_from = id, math.inf
-            looking.discard(weakref.ref(self))
+            looking.discard(self)
             if _has_gradients(model):  # their memory would serve nothing if later ones were not allocated apart
                 return
             tracker.apart = torch.Tensor.new_empty
@@ -164,7 +164,7 @@ class Compaction(Observer):
             _compact(model, self._most - (self._held or 0))
         elif self._held is None:
             self._held = self._most = _in_use(model)
-            looking.add(weakref.ref(self, looking.discard))
+            looking.add(self)
             tracker.advise, tracker.advised_from = self._sample, 0
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

@@ -132,7 +132,7 @@ class DeterministicSums(Observer):
         self._checked_version = 0  # of the options; a program may go on after an error
         self._threads = 0  # on which this rank computes
         self.ledger.refuse = weakref.WeakMethod(self._refuse)
-        optimizer_hooks.looking.add(weakref.ref(self, optimizer_hooks.looking.discard))
+        optimizer_hooks.looking.add(self)
 
     @property
     def description(self) -> str:

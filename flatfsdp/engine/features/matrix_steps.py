@@ -9,7 +9,6 @@ are stepped on by each rank as they are.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from ..flat.flat_param import FlatParameter
 from ..guards.optimizer_hooks import (
     HeldState,
     OfOptimizer,
+    give_shards,
     give_wholes,
     handles_of,
     is_at_work,
@@ -145,7 +145,7 @@ class _Stepper(OfOptimizer):
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
         self._last_as_of = RemovableHandle.next_id  # when ours was the last hook before a step
-        looking.add(weakref.ref(self, looking.discard))
+        looking.add(self)
         self._has_wholes = True  # whether there may be states of whole matrices, on any rank
         self._began = False  # whether there was a step, or a load of states
         give_wholes(optimizer, self)
@@ -199,8 +199,8 @@ class _Stepper(OfOptimizer):
             raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
         for hook in self._hooks:
             hook.remove()
-        looking.discard(weakref.ref(self))
-        give_wholes(self.optimizer, None)
+        looking.discard(self)
+        give_shards(self.optimizer, self)
 
     @torch.no_grad()
     def to_shards(self) -> None:

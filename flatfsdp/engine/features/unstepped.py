@@ -80,7 +80,7 @@ class UnsteppedCheck(Observer):
         if self._stepped:
             if self._stepper:
                 self._warn(model)
-            looking.discard(weakref.ref(self))
+            looking.discard(self)
             model.observers.remove(self)
         elif not self._before and backward.finisher.pending is None:  # to read a deferred gradient would wait for it
             self._before = [
@@ -90,7 +90,7 @@ class UnsteppedCheck(Observer):
                 if any(p.grad is not None for p in handle.face.holders)
             ]
             if self._before:
-                looking.add(weakref.ref(self, looking.discard))
+                looking.add(self)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record whether `optimizer` leaves out parameters of this model, or steps on no gradient."""

@@ -80,10 +80,23 @@ class StatesOfWholes(Protocol):
         """The model is over other ranks, and each rank has its parts of the states, as `to_shards` leaves them."""
 
 
+class Called(dict[weakref.ref[Any], None]):
+    """Objects that hooks call, in the order in which they were added, and do not keep alive. Some of them communicate,
+    so a set, whose order is that of addresses, would let ranks wait for each other."""
+
+    def add(self, each: object) -> None:
+        """Call `each`, unless it is called already."""
+        self.setdefault(weakref.ref(each, self.pop))
+
+    def discard(self, each: object) -> None:
+        """Do not call `each`."""
+        self.pop(weakref.ref(each), None)
+
+
 # Objects whose `optimizer_steps(optimizer)` is called before a step of any optimizer.
-looking: set[weakref.ref[Any]] = set()
+looking = Called()
 # Objects whose `optimizer_stepped(optimizer)` is called after a step.
-following: set[weakref.ref[Any]] = set()
+following = Called()
 # Optimizers of which a rank's states are not always those of its elements alone.
 steps_on_wholes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StatesOfWholes]]
 steps_on_wholes = weakref.WeakKeyDictionary()
@@ -131,15 +144,18 @@ class _DefaultsOfWholes(dict[str, Any]):
     seen: tuple[str, str]
 
 
-def give_wholes(optimizer: torch.optim.Optimizer, states: StatesOfWholes | None, *, blocks: bool = False) -> None:
-    """Let `states` be those of an optimizer of whole matrices, or of `blocks`; None: it steps on shards as they are."""
-    if states is None:
+def give_wholes(optimizer: torch.optim.Optimizer, states: StatesOfWholes, *, blocks: bool = False) -> None:
+    """Let `states` be those of an optimizer of whole matrices, or of `blocks`."""
+    steps_on_wholes[optimizer] = weakref.ref(states)
+    optimizer.defaults = marked = _DefaultsOfWholes(optimizer.defaults)
+    marked.seen = _BLOCKS if blocks else _MATRICES
+
+
+def give_shards(optimizer: torch.optim.Optimizer, states: StatesOfWholes) -> None:
+    """Let an optimizer of these `states` step on shards as they are; no effect if it has others by now, or none."""
+    if (ref := steps_on_wholes.get(optimizer)) is not None and ref() is states:
         del steps_on_wholes[optimizer]
         optimizer.defaults = dict(optimizer.defaults)
-    else:
-        steps_on_wholes[optimizer] = weakref.ref(states)
-        optimizer.defaults = marked = _DefaultsOfWholes(optimizer.defaults)
-        marked.seen = _BLOCKS if blocks else _MATRICES
 
 
 def _sees(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:

@@ -55,7 +55,8 @@ _of_holders_at = -1  # the number of replaced holders when this was built
 # Incremented by every wrap: checks against the registry are repeated after it.
 generation = 0
 
-models: weakref.WeakSet[Model] = weakref.WeakSet()
+# In the order of their construction, which is the same on all ranks: what is done for several may be collective.
+models: weakref.WeakKeyDictionary[Model, None] = weakref.WeakKeyDictionary()
 
 
 # Units with transformed parameters.

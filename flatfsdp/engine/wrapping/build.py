@@ -427,7 +427,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     attach_compaction(model)
     attach_residuals(model)
     own(unit)
-    models.add(model)
+    models[model] = None
     guard_optimizers()
     refuse_reparametrizations()
     attach_post_forward_shards(model)
