@@ -6,6 +6,8 @@ groups of `k` rows on one rank, `Blocks(k)` those of matrices in tensors of any 
 padding. `for_optimizer` has the grains that suit an optimizer, and `declared` those that parameters have themselves.
 `plan` finds shards of equal size that obey them, and `cheaper` names other choices if these need much padding. Both
 compute with shapes only, for any number of ranks.
+
+Files of sharded state dicts name `flatfsdp.layout.OwnedInterval` and `flatfsdp.layout._rebuild`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from .engine.layout.layout import ParamSpec
 from .engine.planning.grains import Blocks, Elements, Grain, Preferred, Rows, Whole, declared, state_blocks
 from .engine.planning.plan import cheaper, plan
 from .engine.planning.planned import PlannedLayout
+from .engine.state.owned_interval import OwnedInterval as OwnedInterval
+from .engine.state.owned_interval import _rebuild as _rebuild
 
 __all__ = [
     "Blocks",

@@ -251,8 +251,8 @@ TYPE_ERRORS = [
     ({"join_units_below": True}, "join_units_below: got True (bool). Accepted: a number of bytes; 0 joins no units."),
     (
         {"layout": None},
-        'layout: got None (NoneType). Accepted: "flat", "rows", a mapping from names or modules to grains, or a '
-        "callable (name, parameter) -> grain.",
+        'layout: got None (NoneType). Accepted: "flat", "rows", a mapping from names or modules to grains, a '
+        "callable (name, parameter) -> grain, or a class of optimizers.",
     ),
     ({"check_values": None}, 'check_values: got None (NoneType). Accepted: "warn", "raise", "off".'),
     (

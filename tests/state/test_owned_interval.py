@@ -54,8 +54,8 @@ def test_pickles_name_a_module_that_stays() -> None:
     file = io.BytesIO()
     torch.save(piece(spec, 1, 2), file)
     named = {name for name in re.findall(rb"flatfsdp[\w.]+", file.getvalue())}
-    assert named and all(name.startswith((b"flatfsdp.owned", b"flatfsdp.engine.layout")) for name in named), named
-    sys.modules.pop("flatfsdp.owned", None)
+    assert named and all(name.startswith((b"flatfsdp.layout", b"flatfsdp.engine.layout")) for name in named), named
+    sys.modules.pop("flatfsdp.layout", None)
     for safe in (True, False):
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=safe)
         assert torch.equal(loaded.local, piece(spec, 1, 2).local)

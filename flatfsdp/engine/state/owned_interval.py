@@ -390,6 +390,6 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
 }
 
 # Files contain these names, and `torch.load(weights_only=True)` looks them up: so they do not change with the
-# place of this module, and `flatfsdp/owned.py` has them.
-OwnedInterval.__module__ = _rebuild.__module__ = "flatfsdp.owned"
+# place of this module, and `flatfsdp/layout.py` has them.
+OwnedInterval.__module__ = _rebuild.__module__ = "flatfsdp.layout"
 torch.serialization.add_safe_globals([OwnedInterval, _rebuild])
