@@ -162,7 +162,9 @@ class _Pool:
                 code = self.ranks.processes[rank].exitcode
                 parts.append(f"--- rank {rank} died with exit code {code}:\n{self.ranks.output(rank)[-4000:]}")
             elif rank in stacks:
-                parts.append(f"--- rank {rank} did not answer within {limit:g} s; it stands here:\n{stacks[rank]}")
+                code, output = self.ranks.processes[rank].exitcode, self.ranks.output(rank)[-4000:]
+                place = stacks[rank] or f"nowhere that it shows (exit code {code}); its output ends:\n{output}"
+                parts.append(f"--- rank {rank} did not answer within {limit:g} s; it stands here:\n{place}")
             else:
                 parts.append(f"--- rank {rank} finished")
         return "\n".join(parts)
