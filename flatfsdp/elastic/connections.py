@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 Address = tuple[str, int]
@@ -76,21 +76,18 @@ def sever(published: Mapping[int, Collection[Connection]], *, keep: Collection[i
     `keep`: ports whose connections stay, as the store's.
     """
     theirs = {each.reversed for connections in published.values() for each in connections}
-    return shut(
-        descriptor
-        for connection, descriptor in open_connections().items()
-        if connection in theirs and not {connection.own[1], connection.other[1]} & {*keep}
-    )
+    return shut({each for each in theirs if not {each.own[1], each.other[1]} & {*keep}})
 
 
-def shut(those: Iterable[int]) -> int:
-    """Shut down the connections with these file descriptors, as far as they are some; returns how many."""
+def shut(those: Collection[Connection]) -> int:
+    """Shut down these connections, as far as they are open; returns how many."""
     count = 0
-    for descriptor in those:
-        with _socket(descriptor) as each, contextlib.suppress(OSError):
-            if each is not None:
-                each.shutdown(socket.SHUT_RDWR)
-                count += 1
+    for connection, descriptor in open_connections().items() if those else ():
+        if connection in those:
+            with _socket(descriptor) as each, contextlib.suppress(OSError):
+                if each is not None:
+                    each.shutdown(socket.SHUT_RDWR)
+                    count += 1
     return count
 
 

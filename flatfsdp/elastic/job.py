@@ -10,7 +10,7 @@ A process that is not in the list of an epoch after its own is *fenced*, althoug
 and counted as lost. It has nothing to do with the job any more, and finds that out before it does anything for it: its
 connections to the others are shut down, and it reads the list before it goes on.
 
-Costs, in requests to the store: none in normal operation. Per loss up to 4 to report it, and 2 by each process to learn
+Costs, in requests to the store: none in normal operation. Per loss up to 3 to report it, and 1 by each process to learn
 of it; per epoch 3 by each, and looks at the list.
 """
 
@@ -54,25 +54,27 @@ class Job:
         self._learning = threading.Lock()
 
     def report(self, number: int, words: str) -> None:
-        """Write the loss of a process: `words` follow "rank 3 ". A process that counts as lost itself writes nothing:
-        to it, all others are gone."""
+        """Write the loss of a process: `words` follow "rank 3 ". What a process writes that counts as lost itself is
+        ignored: to it, all others are gone."""
         self.learn()
         if number in self.lost or self.own in self.lost:
             return
-        place = self._store.count("losses")
-        self._store.post(f"loss/{place}", json.dumps([number, words]))
+        # In one request: a process that ends while it reports leaves a line, or none.
+        self._store.append("losses", json.dumps([self.own, number, words]) + "\n")
         self.learn()
 
     def learn(self) -> None:
         """Read new losses from the store. May be called from any thread."""
         new = False
         with self._learning:
-            while (text := self._store.read(f"loss/{self._known + 1}")) is not None:
-                self._known += 1
-                match parse(text):
-                    case [int(number), str(words)] if number not in self.lost:
+            lines = (self._store.read("losses") or "").splitlines()
+            for line in lines[self._known :]:
+                match parse(line):
+                    # Two processes that a cut network separates report each other. The first line counts for all.
+                    case [int(reporter), int(number), str(words)] if not {reporter, number} & self.lost.keys():
                         self.lost[number] = words
                         new |= number in self.members
+            self._known = max(self._known, len(lines))
         if new:
             self._on_loss()
 
@@ -89,7 +91,7 @@ class Job:
     @property
     def losses(self) -> set[int]:
         """The members that are lost."""
-        return self.lost.keys() & set(self.members)
+        return {number for number in self.members if number in self.lost}
 
     def check_fence(self) -> None:
         """
@@ -139,8 +141,10 @@ class Job:
         return {number: offers[number] for number in listed}
 
     def losses_in_words(self) -> str:
-        """The lost members, in words."""
-        return "; ".join(f"rank {self.members.index(number)}, which {self.lost[number]}" for number in self.losses)
+        """The lost members, in words. May be called from any thread."""
+        lost = dict(self.lost)
+        gone = [(rank, lost[number]) for rank, number in enumerate(self.members) if number in lost]
+        return "; ".join(f"rank {rank}, which {words}" for rank, words in gone)
 
     def _refuse(self, words: str) -> None:
         raise FencedError(

@@ -27,6 +27,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+from ..errors import LostRankError
+
 NEIGHBORS = 2  # after each process, and as many before it
 BEAT = 1.0  # seconds
 SECONDS = 10.0  # limit of a connection that is made
@@ -52,12 +54,13 @@ class Neighbors:
         gone: Callable[[int, str], None],
         news: Callable[[], None] = lambda: None,
     ) -> None:
-        """`own`: the number of this process in the job, which no other ever has. `gone` is called from the thread, once
-        for each neighbor that is gone, with its number and words that follow "rank 3 "; `news` after others have
-        called `notify`."""
+        """`own`: the number of this process in the job, which no other ever has. `gone` is called from the thread, or
+        from `connect`, for each neighbor that is gone, with its number and words that follow "rank 3 "; `news` after
+        others have called `notify`."""
         self._own, self._lost_after, self._gone, self._news = own, lost_after, gone, news
         self._secret = secrets.token_bytes(_SECRET)
-        self._listener = socket.create_server((host, 0), backlog=256)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = (host, self._listener.getsockname()[1], self._secret.hex())
         self._numbers: dict[socket.socket, int | None] = {}  # None until its number has arrived
         self._last: dict[socket.socket, float] = {}
@@ -71,10 +74,10 @@ class Neighbors:
         self._thread.start()
 
     def connect(self, order: Sequence[int], addresses: Mapping[int, tuple[str, int, str]]) -> None:
-        """Connect to the processes that follow this one in `order`, unless it is connected to them.
+        """Connect to the processes that follow this one in `order`, their ranks, unless it is connected to them.
 
         Raises:
-            OSError: one cannot be reached.
+            LostRankError: one cannot be reached. It is gone.
         """
         place = order.index(self._own)
         for each in range(1, min(NEIGHBORS, len(order) - 1) + 1):
@@ -82,8 +85,13 @@ class Neighbors:
             if number in self.known:
                 continue
             host, port, secret = addresses[number]
-            made = socket.create_connection((host, port), timeout=SECONDS)
-            made.sendall(_HELLO.pack(self._own, bytes.fromhex(secret)))
+            try:
+                made = socket.create_connection((host, port), timeout=SECONDS)
+                made.sendall(_HELLO.pack(self._own, bytes.fromhex(secret)))
+            except OSError as error:
+                words = f"cannot be reached at {host}, port {port} ({error})"
+                self._gone(number, words)
+                raise LostRankError(f"rank {order.index(number)}, which {words}") from error
             self._add(made, number)
 
     def notify(self) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import math
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from ..errors import AgreementError, LostRankError, UsageError, refuse_type, ref
 from ..messages import gather, gather_bytes
 from . import connections, own_state
 from .api import regroup
+from .connections import Connection
 from .exchange import ParityRanks
 from .holding import Facts, Holding
 from .job import Job
@@ -84,8 +87,9 @@ def survive(
         every: steps from one refresh to the next; so many are taken again after a loss at most.
         group: ranks that keep one another's state, two at least. Larger groups need less memory for the parity (an
             (n - 1)-th of the state for n ranks), and can lose one rank between two refreshes, as any.
-        lost_after: seconds without a sign of life after which a rank counts as lost. It is fenced then: when it goes
-            on, it raises `FencedError` in its step.
+        lost_after: seconds without a sign of life after which a rank counts as lost; after a loss also the seconds in
+            which the others have to leave their step. It is fenced then: when it goes on, it raises `FencedError` in
+            its step.
 
     Yields:
         `Step`: to be entered by `with`.
@@ -141,8 +145,29 @@ class Step:
         return swallowed
 
 
+class Kept(NamedTuple):
+    """What one epoch keeps, on this rank.
+
+    Attributes:
+        epoch: its number.
+        keeper: the versions.
+        numbers: the numbers of its members, by rank; groups: their ranks in parity groups.
+    """
+
+    epoch: int
+    keeper: Keeper
+    numbers: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
 class Survival:
-    """The steps of one `survive`, on this rank."""
+    """The steps of one `survive`, on this rank.
+
+    [Note: versions of two epochs] The first refresh of an epoch ends on one rank, and fails on another, if a third is
+    lost just then. So each keeps the versions of the epoch before, too, until a second refresh is complete: then the
+    first one is on all ranks. A version has the number of its epoch, and survivors go back to one that all of them
+    have.
+    """
 
     def __init__(
         self,
@@ -160,7 +185,9 @@ class Survival:
         self._every, self._group, self._lost_after = every, group, lost_after
         self._next = steps.start
         self._refreshing: Future[None] | None = None
-        self._forming: frozenset[int] = frozenset()  # the connections by which groups are being made anew
+        # The connection to the store by which the groups of this epoch wait for each other while they are made.
+        self._forming: frozenset[Connection] = frozenset()
+        self._switching = threading.Lock()  # held while waits are broken, and while they become those of another epoch
         self._executor = ThreadPoolExecutor(1, "flatfsdp parity")
 
     def __iter__(self) -> Iterator[Step]:
@@ -182,11 +209,11 @@ class Survival:
         _check(self._model)
         self._backend = str(dist.get_backend_config(dist.group.WORLD))
         self._limit = _torch.time_limit(dist.group.WORLD)
-        self._base = _base_of(dist.group.WORLD)
+        self._base, self._name = _base_of(dist.group.WORLD)
         host, port = self._base.host, self._base.port
         own, world = dist.get_rank(), dist.get_world_size()
         self._job = Job(
-            StoreClient(dist.PrefixStore("elastic", self._base)),
+            StoreClient(dist.PrefixStore(self._name, self._base)),
             own,
             range(world),
             lost_after=self._lost_after,
@@ -202,7 +229,8 @@ class Survival:
             news=self._job.learn,
         )
         self._job.publish("address", self._neighbors.address)
-        self._published: frozenset[int] = frozenset()
+        self._published: Set[Connection] = frozenset()
+        self._kept: list[Kept] = []  # by epoch: the present one is the last
         self._meet(self._job.members)
         self._refresh(self._next, in_background=False)
 
@@ -214,17 +242,19 @@ class Survival:
 
     def _meet(self, numbers: Sequence[int]) -> None:
         """Make what belongs to the present epoch. Collective."""
-        self._watch: Watchdog = current_watch()
-        self._numbers = tuple(numbers)
-        self._groups = parity_groups(len(numbers), self._group)
-        rank = dist.get_rank()
-        members = next((each for each in self._groups if rank in each), (rank,))
+        watch = current_watch()
+        with self._switching:
+            self._watch: Watchdog = watch
+        self._check_losses()
+        groups, rank = parity_groups(len(numbers), self._group), dist.get_rank()
+        members = next((each for each in groups if rank in each), (rank,))
         self._ranks = ParityRanks(members)
-        self._keeper = Keeper(members, rank)
+        self._kept.append(Kept(self._job.epoch, Keeper(members, rank), tuple(numbers), groups))
+        self._publish_connections()  # so that others can break waits of this epoch
         self._ranks.finish()  # all addresses are there
         addresses: dict[int, Any] = self._job.published("address")
         self._ports |= {self._neighbors.address[1], *(port for _, port, _ in addresses.values())}
-        self._neighbors.connect(self._numbers, addresses)
+        self._neighbors.connect(numbers, addresses)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -232,8 +262,7 @@ class Survival:
         """The end of the `with` of a step; returns whether `error` is swallowed."""
         if error is None:
             try:
-                if self._job.losses:
-                    raise LostRankError(self._job.losses_in_words())
+                self._check_losses()
                 done = number + 1
                 if (done - self._steps.start) % self._every == 0 or done == self._steps.stop:
                     self._refresh(done, in_background=True)
@@ -252,10 +281,14 @@ class Survival:
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Whether `error` follows from the loss of a rank."""
-        if not isinstance(error, RuntimeError) or not (isinstance(error, AgreementError) or is_lost_connection(error)):
+        """Whether `error` follows from the loss of a rank: one that is known, or, if a connection broke, will be."""
+        if not isinstance(error, RuntimeError):
             return False
-        deadline = time.monotonic() + NOTICED
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__) is not None:  # a save raises errors of its own, whose cause is the loss
+            chain.append(cause)
+        broken = any(isinstance(each, AgreementError) or is_lost_connection(each) for each in chain)
+        deadline = time.monotonic() + NOTICED * broken
         while not self._job.losses and time.monotonic() < deadline:
             time.sleep(0.005)
         return bool(self._job.losses)
@@ -269,37 +302,51 @@ class Survival:
         holding = Holding.of(self._model, self._optimizer)
         offsets = holding.facts.offsets
         tail = encode((holding.facts, own_state.take(self._state)))
-        version = self._keeper.begin(done, lambda block: block.take(holding.tensors, offsets[:-1], offsets[-1], tail))
+        keeper = self._kept[-1].keeper
+        version = keeper.begin(done, lambda block: block.take(holding.tensors, offsets[:-1], offsets[-1], tail))
         if in_background:
-            self._refreshing = self._executor.submit(self._keeper.complete, version, self._ranks)
+            self._refreshing = self._executor.submit(keeper.complete, version, self._ranks)
         else:
-            self._keeper.complete(version, self._ranks)
+            keeper.complete(version, self._ranks)
 
     def _finish_refresh(self) -> None:
         if self._refreshing is not None:
             refreshing, self._refreshing = self._refreshing, None
             refreshing.result()
+            del self._kept[:-1]  # [Note: versions of two epochs]
 
     def _publish_connections(self) -> None:
-        if (now := connections.descriptors()) != self._published:
+        if (now := connections.open_connections().keys()) != self._published:
             self._published = now
-            self._job.publish("connections", [*connections.open_connections()])
+            self._job.publish("connections", [*now])
+            self._check_losses()
+
+    def _check_losses(self) -> None:
+        """Called after something that `_break` breaks has become known to it: before, it has not broken that.
+
+        Raises:
+            LostRankError: a rank is lost.
+        """
+        if self._job.losses:
+            raise LostRankError(self._job.losses_in_words())
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
     def _break(self) -> None:
-        """End all waits of this process for others. Called from the thread of the job."""
+        """End all waits of this process for others in the present epoch. Called from any thread."""
         self._neighbors.notify()
-        words = self._job.losses_in_words() or "this process counts as lost"
-        self._watch.abandon(LostRankError(words))
-        give_up_all(f"connection closed by peer: {words}")
-        published = {
-            number: [made for each in found if (made := connections.Connection.of(each)) is not None]
-            for number, found in self._job.published("connections").items()
-            if isinstance(found, list)
-        }
-        connections.sever(published, keep=(self._port, *self._ports))
-        connections.shut(self._forming)
+        with self._switching:
+            if not (words := self._job.losses_in_words()):
+                return  # those of the epoch before: this one is whole
+            self._watch.abandon(LostRankError(words))
+            give_up_all(f"connection closed by peer: {words}")
+            published = {
+                number: [made for each in found if (made := Connection.of(each)) is not None]
+                for number, found in self._job.published("connections").items()
+                if isinstance(found, list)
+            }
+            connections.sever(published, keep=(self._port, *self._ports))
+            connections.shut(self._forming)
 
     def _recover(self, error: BaseException) -> None:
         began = time.monotonic()
@@ -316,38 +363,36 @@ class Survival:
                 wait([self._refreshing])
                 self._refreshing = None
             self._break()
-            offers = self._job.go_on(json.dumps(self._keeper.numbers))
-            lost = [rank for rank, number in enumerate(self._numbers) if number not in offers]
-            check_losses(self._groups, lost)
-            common = set.intersection(*(set(json.loads(offer)) for offer in offers.values()))
+            words = self._job.losses_in_words()
+            own = [(kept.epoch, number) for kept in self._kept for number in kept.keeper.numbers]
+            offers = self._job.go_on(json.dumps(own))
+            common = set.intersection(*({(*each,) for each in json.loads(offer)} for offer in offers.values()))
             if not common:
-                raise LostRankError(f"{self._job.losses_in_words()}, before the first refresh was complete") from error
+                raise LostRankError(f"{words}, before the first refresh was complete") from error
+            epoch, number = max(common)
+            self._kept = [kept for kept in self._kept if kept.epoch == epoch]  # of others, some rank lacks them
+            (kept,) = self._kept
+            lost = [rank for rank, each in enumerate(kept.numbers) if each not in offers]
+            check_losses(kept.groups, lost)
             try:
-                self._move(max(common), lost, [*offers])
+                self._move(number, kept, lost, [*offers])
             except Exception as again:
                 if not self._is_loss(again):
                     raise
                 error = again
                 continue
-            return max(common)
+            return number
 
-    def _move(self, number: int, lost: Sequence[int], members: Sequence[int]) -> None:
-        """Let the model move to the processes with the numbers `members`, in the state of that version."""
+    def _move(self, number: int, kept: Kept, lost: Sequence[int], members: Sequence[int]) -> None:
+        """Let the model move to the processes with the numbers `members`, in the state of that version, of `kept`."""
         self._bring_to_rest()
         self._make_groups(members)
-        keeper, numbers = self._keeper, self._numbers
-        rank_of = {numbers.index(each): rank for rank, each in enumerate(members)}
-        version = keeper.version(number)
-        before = self._keeper, self._ranks, self._numbers, self._groups
-        try:
-            self._meet(members)
-            holdings, state = self._rebuilt(keeper, version, lost, rank_of)
-            regroup(self._model, self._optimizer, group=dist.group.WORLD, holdings=holdings)
-            own_state.give(self._state, state)
-            self._refresh(number, in_background=False)
-        except BaseException:
-            self._keeper, self._ranks, self._numbers, self._groups = before
-            raise
+        rank_of = {kept.numbers.index(each): rank for rank, each in enumerate(members)}
+        self._meet(members)
+        holdings, state = self._rebuilt(kept.keeper, kept.keeper.version(number), lost, rank_of)
+        regroup(self._model, self._optimizer, group=dist.group.WORLD, holdings=holdings)
+        own_state.give(self._state, state)
+        self._refresh(number, in_background=False)
 
     def _rebuilt(
         self, keeper: Keeper, version: Version, lost: Sequence[int], rank_of: Mapping[int, int]
@@ -393,12 +438,15 @@ class Survival:
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_calls()
-        before = connections.descriptors()
+        before = connections.open_connections().keys()
         store = self._base.clone()
-        self._forming = connections.descriptors() - before
+        made = connections.open_connections().keys() - before
+        with self._switching:
+            self._forming = frozenset(each for each in made if each.other[1] == self._port)
+        self._check_losses()
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"epoch {self._job.epoch}", store),
+            store=dist.PrefixStore(f"{self._name}/epoch {self._job.epoch}", store),
             rank=members.index(self._job.own),
             world_size=len(members),
             timeout=None if math.isinf(self._limit) else timedelta(seconds=self._limit),
@@ -434,8 +482,9 @@ def _check(model: nn.Module) -> None:
                 )
 
 
-def _base_of(process_group: Any) -> Any:
-    """The store of the default process group, without prefixes.
+def _base_of(process_group: Any) -> tuple[Any, str]:
+    """The store of the default process group, without prefixes, and a prefix there that no other `survive` has, of this
+    program or of an earlier start with the same store.
 
     Raises:
         UsageError: on all ranks: a rank serves it.
@@ -448,14 +497,16 @@ def _base_of(process_group: Any) -> Any:
             f"survive(): the store of the process group is a {type(store).__name__}; expected a TCPStore, which all "
             "ranks reach when some are lost"
         )
-    serves = gather(store.port in connections.listening_ports(), process_group, call="called survive()")
+    own = store.port in connections.listening_ports(), uuid.uuid4().hex
+    found = gather(own, process_group, call="called survive()")
+    serves = [each for each, _ in found]
     if any(serves):
         raise UsageError(
             f"survive(): rank {serves.index(True)} serves the store of the process group, and its loss would end the "
             "job. Launch with torchrun, which serves it, or pass init_process_group(store=) one that another process "
             "serves"
         )
-    return store
+    return store, f"elastic/{found[0][1]}"
 
 
 def _own_host(host: str, port: int) -> str:

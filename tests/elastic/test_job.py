@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -112,3 +115,39 @@ def test_values_of_others(job: Callable[..., list[Job]]) -> None:
     one.publish("address", ["10.0.0.1", 5])
     two.publish("address", None)
     assert zero.published("address") == {1: ["10.0.0.1", 5]}
+
+
+def test_a_process_that_ends_while_it_reports_leaves_no_gap(
+    job: Callable[..., list[Job]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one, two, _ = job(4)
+    written: list[str] = []
+
+    def ends(does: Callable[..., Any], *what: Any) -> Any:
+        if written:
+            raise SystemExit
+        written.append(what[0])
+        return does(*what)
+
+    for name in ("append", "post", "count"):
+        monkeypatch.setattr(one._store, name, partial(ends, getattr(one._store, name)))
+    with contextlib.suppress(SystemExit):
+        one.report(3, "was killed")
+    two.report(1, "has ended")
+    zero.learn()
+    assert 1 in zero.losses
+
+
+def test_of_two_that_report_each_other_one_goes_on(
+    job: Callable[..., list[Job]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one, two = job(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "learn", lambda: None)  # it has read just before
+        zero.report(1, "has sent nothing for 60 s")
+        one.report(0, "has sent nothing for 60 s")
+    learn([zero, one, two])
+    assert zero.losses == one.losses == two.losses == {1}
+    two.report(0, "has ended")
+    zero.learn()
+    assert zero.losses == {0, 1}

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from flatfsdp.elastic.neighbors import NEIGHBORS, Neighbors
+from flatfsdp.errors import LostRankError
 from tests.harness.fresh import Outcome
 
 pytestmark = pytest.mark.process
@@ -87,3 +88,34 @@ def test_a_stranger_is_sent_away() -> None:
             pass
     found.close()
     assert not gone and not found.known
+
+
+def test_one_that_cannot_be_reached_is_gone() -> None:
+    gone: list[int] = []
+    found = Neighbors(0, "127.0.0.1", lost_after=60.0, gone=lambda number, words: gone.append(number))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    try:
+        with pytest.raises(LostRankError, match="rank 1, which cannot be reached at 127"):
+            found.connect([0, 7], {7: ("127.0.0.1", port, found.address[2])})
+    finally:
+        found.close()
+    assert gone == [7]
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_an_address_of_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6")
+    zero, one = (Neighbors(number, "::1", lost_after=60.0, gone=lambda *unused: None) for number in range(2))
+    try:
+        zero.connect([0, 1], {1: one.address})
+        deadline = time.monotonic() + 10
+        while one.known != {0} and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert zero.known == {1} and one.known == {0}
+    finally:
+        zero.close()
+        one.close()

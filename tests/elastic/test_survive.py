@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import itertools
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +20,17 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.checkpoint.ranks import CheckpointRanks
 from flatfsdp.elastic import survive
+from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.errors import LostRankError
 from tests.harness import fresh
 from tests.harness.fresh import Outcome
 
 pytestmark = pytest.mark.process
 
 MICROBATCHES, STEPS = 6, 5
+PARTS = (range(2), range(2, STEPS))
 
 
 def net() -> nn.Module:
@@ -36,6 +45,8 @@ def die_in(moment: str, loss: torch.Tensor) -> None:
         loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     elif moment == "exception":
         raise ValueError("no such file")
+    elif moment == "save":
+        CheckpointRanks.exchange = lambda *unused: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     elif moment.startswith("stopped for"):
         stop_for(float(moment.split()[2]))
     else:
@@ -59,24 +70,23 @@ def train(
     lost_after: float = 60.0,
     every: int = 1,
     pause: float = 0.0,
+    parts: Sequence[range] = (range(STEPS),),
+    saves: str = "",
+    before: Callable[[int], None] = lambda rank: None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
-    each step that was taken to its end."""
+    each step that was taken to its end. `parts`: the steps, one loop for each; `saves`: the folder for checkpoints, of
+    which each step writes one; `before`: called first, with the rank."""
+    before(rank)
     dist.init_process_group("gloo")
     model = FullyShardedDataParallel(net(), auto_wrap_policy={nn.Linear}, use_orig_params=True, deterministic_sums=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     dies_in, moment = kills.get(rank, (-1, ""))
     taken = []
-    for step in survive(
-        model,
-        optimizer,
-        steps=STEPS,
-        state={"scheduler": scheduler},
-        group=group,
-        lost_after=lost_after,
-        every=every,
-    ):
+    state = {"scheduler": scheduler}
+    options: dict[str, Any] = {"state": state, "group": group, "lost_after": lost_after, "every": every}
+    for step in itertools.chain.from_iterable(survive(model, optimizer, steps=part, **options) for part in parts):
         if step.number == dies_in and moment.startswith("after "):
             threading.Timer(float(moment.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         with step:
@@ -99,8 +109,10 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            if step.number == dies_in and moment == "boundary":
+            if step.number == dies_in and moment in ("boundary", "save"):
                 die_in(moment, loss)
+            if saves:
+                flatfsdp.checkpoint.save(f"{saves}/{step.number}", model=model, optimizer=optimizer, overwrite=True)
         if step.completed:
             taken.append((step.number, dist.get_world_size()))
     with FullyShardedDataParallel.summon_full_params(model):
@@ -188,3 +200,63 @@ def with_a_store_of_rank_0(rank: int, world: int) -> None:
 def test_a_store_that_a_rank_serves_is_refused() -> None:
     for outcome in fresh.run(2, with_a_store_of_rank_0, timeout=60):
         assert "UsageError: survive(): rank 0 serves the store" in (outcome.error or ""), outcome
+
+
+def test_a_kill_in_a_save_is_survived(tmp_path: Path, expected: str) -> None:
+    outcomes = fresh.run(3, train, {1: (2, "save")}, saves=str(tmp_path), timeout=90)
+    check(outcomes, {1}, expected)
+
+
+def test_each_of_two_loops_survives_a_loss(expected: str) -> None:
+    outcomes = fresh.run(4, train, {2: (1, "backward"), 0: (3, "forward")}, parts=PARTS, timeout=90)
+    check(outcomes, {0, 2}, expected, again=2)
+
+
+# -- a second loss while the others recover from a first one -----------------------------------------------------------
+
+
+def lost_between(rank: int) -> None:
+    """Let the last rank die when the next epoch is agreed on, before groups are made, and others learn of it there."""
+
+    def waits() -> None:
+        if rank == started() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        forget()
+
+    module = importlib.import_module("flatfsdp.elastic.survive")
+    forget, module.forget_calls = module.forget_calls, waits  # type: ignore
+
+
+def lost_in_regroup(rank: int) -> None:
+    """Let the last rank die in the first `regroup`."""
+    if rank == started() - 1:
+        module = importlib.import_module("flatfsdp.elastic.survive")
+        module.regroup = lambda *unused, **named: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+
+
+def lost_in_the_last_refresh(rank: int) -> None:
+    """Let the last rank die at the end of the refresh after a recovery, which returns on rank 0 and fails on others."""
+    finish, calls = ParityRanks.finish, []
+
+    def finishes(self: ParityRanks) -> None:
+        finish(self)
+        calls.append(dist.get_world_size())
+        if calls.count(started() - 1) == 2 and calls[-1] == started() - 1 and rank:  # the first is of `_meet`
+            if rank == started() - 1:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise LostRankError("it has not returned here")
+
+    ParityRanks.finish = finishes  # type: ignore
+
+
+def started() -> int:
+    """The number of ranks at the start."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize(("world", "before"), [(4, lost_between), (5, lost_in_regroup), (4, lost_in_the_last_refresh)])
+def test_another_loss_while_others_recover(world: int, before: Callable[[int], None], expected: str) -> None:
+    outcomes = fresh.run(world, train, {1: (2, "backward")}, group=2, before=before, timeout=60)
+    check(outcomes, {1, world - 1}, expected, again=2)
