@@ -32,6 +32,7 @@ from ..errors import LostRankError
 NEIGHBORS = 2  # after each process, and as many before it
 BEAT = 1.0  # seconds
 SECONDS = 10.0  # limit of a connection that is made
+LEAVING = 1.0  # seconds for neighbors to see that this process leaves
 ALIVE, LEAVES, NEWS = b".", b"!", b"?"
 _SECRET = 16
 _HELLO = struct.Struct(f"!I{_SECRET}s")
@@ -115,6 +116,14 @@ class Neighbors:
         for connection in [*self._numbers]:
             with contextlib.suppress(OSError):
                 connection.sendall(LEAVES)
+                connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + LEAVING
+        for connection in [*self._numbers]:
+            # Closed with unread bytes it is reset, and LEAVES is lost if it still waits for earlier bytes to arrive.
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                while connection.recv(4096) and time.monotonic() < deadline:
+                    pass
             connection.close()
         self._listener.close()
         self._selector.close()

@@ -75,6 +75,27 @@ def test_a_process_that_leaves_is_no_loss(outcomes: list[Outcome], odd: int, wha
         assert outcome.error is None and outcome.result == [], outcome
 
 
+def test_one_that_leaves_with_unread_bytes_is_no_loss() -> None:
+    gone: list[str] = []
+    zero, one = (
+        Neighbors(number, "127.0.0.1", lost_after=60.0, gone=lambda number, words: gone.append(words))
+        for number in range(2)
+    )
+    one.connect([1, 0], {0: zero.address})
+    deadline = time.monotonic() + 10
+    while zero.known != {1} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    zero._closed.set()
+    zero._thread.join()
+    one.notify()  # it does not read that any more
+    for _ in range(2):  # and what it sends after the first byte waits until that has arrived
+        zero.notify()
+    zero.close()
+    time.sleep(0.2)
+    one.close()
+    assert not gone
+
+
 def test_a_stranger_is_sent_away() -> None:
     gone: list[int] = []
     found = Neighbors(0, "127.0.0.1", lost_after=60.0, gone=lambda number, words: gone.append(number))
