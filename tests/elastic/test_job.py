@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -123,15 +122,18 @@ def test_a_process_that_ends_while_it_reports_leaves_no_gap(
     zero, one, two, _ = job(4)
     written: list[str] = []
 
-    def ends(does: Callable[..., Any], *what: Any) -> Any:
-        if written:
-            raise SystemExit
-        written.append(what[0])
-        return does(*what)
+    def once(does: Callable[..., Any]) -> Callable[..., Any]:
+        def writes(store: StoreClient, *what: Any) -> Any:
+            if written:
+                raise SystemExit
+            written.append(what[0])
+            return does(store, *what)
 
-    for name in ("append", "post", "count"):
-        monkeypatch.setattr(one._store, name, partial(ends, getattr(one._store, name)))
-    with contextlib.suppress(SystemExit):
+        return writes
+
+    with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+        for name in ("append", "post", "count"):
+            patch.setattr(StoreClient, name, once(getattr(StoreClient, name)))
         one.report(3, "was killed")
     two.report(1, "has ended")
     zero.learn()
