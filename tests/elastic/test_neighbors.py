@@ -77,19 +77,24 @@ def test_a_process_that_leaves_is_no_loss(outcomes: list[Outcome], odd: int, wha
 
 def test_one_that_leaves_with_unread_bytes_is_no_loss() -> None:
     gone: list[str] = []
-    zero, one = (
-        Neighbors(number, "127.0.0.1", lost_after=60.0, gone=lambda number, words: gone.append(words))
-        for number in range(2)
-    )
+
+    def busy() -> None:
+        time.sleep(0.5)
+        for _ in range(2):  # what is sent after the first byte waits until that has arrived
+            zero.notify()
+
+    def lost(number: int, words: str) -> None:
+        gone.append(words)
+
+    zero = Neighbors(0, "127.0.0.1", lost_after=60.0, gone=lost, news=busy)
+    one = Neighbors(1, "127.0.0.1", lost_after=60.0, gone=lost)
     one.connect([1, 0], {0: zero.address})
     deadline = time.monotonic() + 10
     while zero.known != {1} and time.monotonic() < deadline:
         time.sleep(0.01)
-    zero._closed.set()
-    zero._thread.join()
-    one.notify()  # it does not read that any more
-    for _ in range(2):  # and what it sends after the first byte waits until that has arrived
-        zero.notify()
+    one.notify()
+    time.sleep(0.1)
+    one.notify()  # the other one leaves before it reads that
     zero.close()
     time.sleep(0.2)
     one.close()
