@@ -146,7 +146,7 @@ class Step:
 
 
 class Kept(NamedTuple):
-    """What one epoch keeps, on this rank.
+    """The versions of one epoch on this rank, and who its members were.
 
     Attributes:
         epoch: its number.
