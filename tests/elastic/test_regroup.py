@@ -20,6 +20,7 @@ from flatfsdp.elastic import regroup
 from flatfsdp.elastic.holding import Holding
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import AgreementError, FlatFSDPError
+from flatfsdp.layout import Whole
 from flatfsdp.wrap import ModuleWrapPolicy
 from tests.features import test_block_states as blocks
 from tests.features import test_deterministic_sums as sums
@@ -456,3 +457,36 @@ def test_a_rank_that_leaves_has_nothing_and_says_so() -> None:
     _, (words, nbytes) = pool.run(2, left)
     assert "this rank has left the model in regroup()" in words
     assert nbytes < 200
+
+
+# --- grains -----------------------------------------------------------------------------------------------------------
+
+
+def with_padding(name: str, parameter: nn.Parameter) -> Whole:
+    return Whole(padding=1.0)
+
+
+def keeps_grains(rank: int, world: int, kind: str) -> list[int]:
+    """Four equal matrices, each whole on one of four ranks, move to three. Returned: of each its elements here."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    before = [each.detach().clone() for each in net.parameters()]
+    layout: Any = torch.optim.Muon if kind == "Muon" else with_padding
+    model: Any = FullyShardedDataParallel(net, use_orig_params=True, layout=layout)
+    assert sorted(each.numel() for each in model.parameters()) == [0, 0, 0, 256]
+    few = dist.new_group([0, 1, 2])
+    regroup(model, group=few if rank < 3 else None)
+    if rank == 3:
+        return []
+    sizes = [each.numel() for each in model.parameters()]
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Whole(padding=1.0)"])
+def test_grains_are_those_that_were_chosen(kind: str) -> None:
+    sizes = pool.run(4, keeps_grains, kind)[:3]
+    assert [sum(each) for each in zip(*sizes, strict=True)] == [256] * 4
+    if kind != "Muon":  # which only prefers whole matrices
+        assert {size for each in sizes for size in each} == {0, 256}

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class FlatParamOptions:
         trainable: whether a parameter required a gradient at construction.
         packed: whether elements are not numbers, and stay unchanged. [Note: packed bytes]
         layout: the name of the way in which ranks split parameters. [Note: pieces]
-        plan: makes the layout in place of the face; in it parameters may have another order.
+        plan: makes the layout in place of the face; in it parameters may have another order. Copies do without.
         offload: whether the shard lives on the CPU; pin_memory: in page-locked memory.
         face: makes the form of the parameters that users see at rest.
     """
@@ -80,7 +80,10 @@ class FlatParamOptions:
     trainable: bool
     packed: bool
     layout: str = "flat"
-    plan: Callable[..., FlatLayout] | None = None
+    plan: Callable[..., FlatLayout] | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "plan": None}  # it may hold functions, which a pickle cannot
 
     def precision(self, master: torch.dtype) -> Precision:
         """The dtypes for a shard of `master`. [Note: dtypes]"""
@@ -219,7 +222,6 @@ class FlatParamHandle:
             shard = pin(shard)
         for owned in () if on_meta else layout.owned(rank):
             shard[owned.in_shard.slice].copy_(dense(values[owned.index])[owned.in_param.slice])
-        options = replace(options, plan=None)  # it may hold functions, which a pickle cannot
         return cls(leaves, layout, shard, rank=rank, device=device, options=options, tracker=tracker)
 
     @property

@@ -213,7 +213,9 @@ def _laid_out(handle: FlatParamHandle, world: int, loads: list[int]) -> FlatLayo
     """The layout of `handle` over `world` ranks, which have whole parameters of these costs in other units."""
     options, shard, before = handle.options, handle.shard, handle.layout
     align = max(1, 16 // options.precision(shard.dtype).compute.itemsize)
-    if isinstance(before, PlannedLayout):
+    if isinstance(before, PlannedLayout) and options.plan is not None:  # with the grains that were chosen
+        return options.plan(before.params, world=world, align=align, loads=loads)
+    if isinstance(before, PlannedLayout):  # of a copy: where it was cut
         cuts = zip(before.params, before.grains, strict=True)
         grains = {spec.name: Whole() if cut == spec.numel else Elements(cut) for spec, cut in cuts if cut > 1}
         home = torch.device("cpu") if options.offload else handle.device
