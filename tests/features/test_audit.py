@@ -19,8 +19,16 @@ from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from flatfsdp.elastic import regroup
 from flatfsdp.errors import AuditError, FlatFSDPError
 from tests.conftest import Run
-from tests.features.test_deterministic_sums import aligned, in_turns, rounds, unevenly, unsynchronized
-from tests.harness.meshes import named_mesh, shared_mesh
+from tests.features.test_deterministic_sums import (
+    aligned,
+    in_turns,
+    rounds,
+    sharded,
+    unevenly,
+    unsynchronized,
+    wrapped,
+)
+from tests.harness.meshes import named_mesh
 from tests.harness.pool import JobFailed
 from tests.harness.thorough import is_thorough
 
@@ -87,19 +95,6 @@ class Net(nn.Module):
 
 
 UNIT_OF = {"first": "<root>", "blocks.0.0": "'blocks.0'", "blocks.0.2": "'blocks.0'", "blocks.1.0": "'blocks.1'"}
-
-
-def wrapped(net: nn.Module, mesh: tuple[int, int] | None = None, **options: Any) -> FullyShardedDataParallel:
-    if mesh is not None:
-        options["device_mesh"] = shared_mesh(*mesh)
-    options = {"use_orig_params": True, "auto_wrap_policy": {nn.Sequential}, "deterministic_sums": True} | options
-    return FullyShardedDataParallel(net, **options)
-
-
-def sharded(net: Any, **options: Any) -> Any:
-    for block in net.blocks:
-        flatfsdp.fully_shard(block, deterministic_sums=True, **options)
-    return flatfsdp.fully_shard(net, deterministic_sums=True, **options)
 
 
 WRAPS: dict[str, Callable[[nn.Module], Any]] = {

@@ -74,7 +74,7 @@ def wrapped(net: nn.Module, mesh: tuple[int, int] | None = None, **options: Any)
     return FullyShardedDataParallel(net, **options)
 
 
-def sharded(net: Net, **options: Any) -> Net:
+def sharded(net: Any, **options: Any) -> Any:
     for block in net.blocks:
         flatfsdp.fully_shard(block, deterministic_sums=True, **options)
     return flatfsdp.fully_shard(net, deterministic_sums=True, **options)

@@ -180,7 +180,7 @@ class GradientSlots:
             if again:
                 _torch.foreach_add_([slots[i] for i in again], [_plain(grads[i]) for i in again])
         except RuntimeError:
-            _check_gradients(handle, grads)
+            _check_dense(handle, grads)
             raise
         self.filled.update(grads)
 
@@ -288,23 +288,15 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
     return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def _check_gradients(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
-    """Refuse gradients, by index of their leaf, whose shape is not that of their parameter, or that are not dense."""
+def _check_dense(handle: FlatParamHandle, grads: Mapping[int, torch.Tensor]) -> None:
+    """Refuse gradients, by index of their leaf, that are not dense. Autograd holds them to the shape of their leaf."""
     for index, grad in grads.items():
-        spec = handle.layout.params[index]
         if grad.layout is not torch.strided:
-            problem = (
-                f"layout {grad.layout}; expected a dense layout, which can be reduced over ranks as one tensor. "
-                "Create the embedding without sparse=True, or list its module in ignored_modules= and average its "
-                "gradient yourself"
+            fail(
+                UsageError(
+                    f"parameter {handle.layout.params[index].name!r} of unit {handle.label} received a gradient of "
+                    f"layout {grad.layout}; expected a dense layout, which can be reduced over ranks as one tensor. "
+                    "Create the embedding without sparse=True, or list its module in ignored_modules= and average its "
+                    "gradient yourself"
+                )
             )
-        elif grad.shape != spec.shape:
-            problem = (
-                f"shape {tuple(grad.shape)}; expected {spec.shape}. It was used outside the forward of its unit, "
-                "where it shows this rank's shard: compute functions of parameters (for example an L2 penalty) inside "
-                "the forward of the module that holds them, or under torch.no_grad()"
-            )
-        else:
-            continue
-        of = f"parameter {spec.name!r} of unit {handle.label}"
-        fail(UsageError(f"{of} received a gradient of {problem}"))

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...errors import ROOT
 from ...fully_sharded_data_parallel import FullyShardedDataParallel
 from ..base import _torch
 from ..base.fqns import clean
+from ..base.nested_tensors import tensors_in
 from .allocator import MIB, Block
 from .simulated import SimulatedDevice, Storages
 from .summary import aligned
@@ -141,7 +142,7 @@ class Activations:
         """The forward of `module` has ended."""
         if _torch.in_backward() or self.call is None:
             return
-        self.call.outputs = {self._storages.of(each.untyped_storage()) for each in _tensors_in(output)}
+        self.call.outputs = {self._storages.of(each.untyped_storage()) for each in tensors_in(output)}
         self.call = self.call.within
         if self.call is None:
             self._end()
@@ -177,13 +178,3 @@ def _operations(func: Any, args: Any, result: Any) -> int:
 
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, out_val=result))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in([*value.values()])
