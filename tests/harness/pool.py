@@ -127,15 +127,20 @@ class _Pool:
         deadline = time.monotonic() + timeout
         limit = timeout
         while waiting := [rank for rank in range(self.ranks.world) if rank not in answers and rank not in dead]:
-            ready = wait([self.ranks.pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            pipes = {rank: self.ranks.pipes[rank] for rank in waiting}
+            # A process that a dead rank has forked may keep its pipe open.
+            ends = [self.ranks.processes[rank].sentinel for rank in waiting]
+            ready = wait([*pipes.values(), *ends], max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for rank in waiting:
-                if self.ranks.pipes[rank] in ready:
+            for rank, pipe in pipes.items():
+                if pipe in ready or pipe.poll():
                     try:
-                        answers[rank] = pickle.loads(self.ranks.pipes[rank].recv_bytes())
+                        answers[rank] = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         dead.add(rank)
+                elif self.ranks.processes[rank].sentinel in ready:
+                    dead.add(rank)
             if dead or any(answer.error for answer in answers.values()):
                 limit = min(limit, GRACE)
                 deadline = min(deadline, time.monotonic() + GRACE)

@@ -91,6 +91,13 @@ def die_alone(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def leave_a_process_behind(rank: int, world: int) -> None:
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(20)  # with the pipe of the rank
+        os._exit(8)
+
+
 def hang_here(rank: int, world: int) -> None:
     while rank == 1:
         time.sleep(0.1)
@@ -167,6 +174,11 @@ def test_who_waits_for_a_failed_rank_shows_its_stack(pool2: Run) -> None:
 def test_a_dead_rank_is_named(pool2: Run) -> None:
     with pytest.raises(JobFailed, match=r"(?s)--- rank 1 died with exit code 7:\nfamous last words"):
         pool2(die_alone)
+
+
+def test_so_is_one_that_leaves_a_process_behind(pool2: Run) -> None:
+    with pytest.raises(JobFailed, match=r"(?s)--- rank 1 died with exit code 8:"):
+        pool2(leave_a_process_behind, timeout=10)
 
 
 def test_a_hanging_rank_shows_its_stack(pool2: Run) -> None:
