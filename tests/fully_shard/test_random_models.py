@@ -19,7 +19,7 @@ from flatfsdp import ShardedGradScaler, fuse_optimizer_steps, optimizer_in_backw
 from tests.conftest import Run
 from tests.harness.front import whole
 from tests.harness.gather_hooks import Around, InAnyDimension, Same, SameAround
-from tests.harness.gradients import gradients_of, unlike
+from tests.harness.gradients import gradients_of, unlike, unlike_but_for_rounding
 from tests.harness.meshes import named_mesh
 from tests.harness.played_memory import assign_gradients, assign_values, drawn_memory, without_marks
 from tests.harness.pool import JobFailed
@@ -142,7 +142,7 @@ def train(rank: int, world: int, seed: int, how: How) -> list[str]:
 
 
 def wrong(what: str, found: torch.Tensor | None, expected: torch.Tensor | None) -> list[str]:
-    words = unlike(found, expected, rtol=1e-3, atol=1e-4)
+    words = unlike_but_for_rounding(found, expected, rtol=1e-3, atol=1e-4)
     return [f"{what}: {words}"] if words else []
 
 

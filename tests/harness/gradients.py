@@ -114,6 +114,13 @@ def unlike(found: Tensor | None, expected: Tensor | None, *, rtol: float = 0.0, 
     return f"differs by {(found - expected).abs().max():.3g}"
 
 
+def unlike_but_for_rounding(found: Tensor | None, expected: Tensor | None, *, rtol: float, atol: float) -> str:
+    """The same, where rounding of float32 reaches small elements from the largest: random models are deep, and some
+    recursive. `atol` is a multiple of the largest one, if that exceeds 1."""
+    largest = 1.0 if expected is None or not expected.numel() else max(1.0, float(expected.abs().max()))
+    return unlike(found, expected, rtol=rtol, atol=atol * largest)
+
+
 def _in_words(grad: Tensor | None) -> str:
     if grad is None:
         return "None"

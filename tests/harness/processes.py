@@ -154,7 +154,8 @@ class Ranks:
 
     def output(self, rank: int) -> str:
         """The output of ``rank`` to standard output and error so far."""
-        return self._file(rank).read_text(errors="replace")
+        file = self._file(rank)
+        return file.read_text(errors="replace") if file.exists() else ""  # it may have died before it had one
 
     def stacks(self, ranks: list[int]) -> dict[int, str]:
         """The Python stack of every thread of these ranks, most recent call first; '' for a rank that has ended."""
