@@ -122,7 +122,8 @@ class PostForwardShards(Observer):
             found = {
                 handle: self._resources.transport(post_forward_axis(axis, count, device), "neighbors")
                 for handle in unit.handles
-                if 0 < count < (axis := unit.axes.of(handle).shard).size  # else both shards would be the same
+                if 0 < count < (size := (axis := unit.axes.of(handle).shard).size)  # else both shards would be the same
+                and size % count == 0  # it was for the ranks of the plan; the model has moved to others
             }
             retain = KeepShards(found) if found else None
             if retain != unit.kept.retain:
