@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.agreement.collective_calls import forget_calls
-from ..engine.agreement.process_groups import groups_in_words, require_process_group
+from ..engine.agreement.process_groups import require_process_group
 from ..engine.base import _torch
 from ..engine.base.plain_data import bytes_of, decode, encode
 from ..engine.cpu.exchange import give_up_all
@@ -37,6 +37,7 @@ from ..engine.watchdog.process_exit import print_immediately
 from ..engine.watchdog.regions import current_watch
 from ..engine.watchdog.store import StoreClient
 from ..engine.watchdog.watchdog import Watchdog, is_lost_connection
+from ..engine.wrapping.regrouping import at_rest
 from ..errors import AgreementError, LostRankError, UsageError, refuse_type, refuse_value, set_rank
 from ..messages import gather, gather_bytes
 from . import connections, own_state
@@ -49,6 +50,7 @@ from .keeper import Keeper, Version, check_losses
 from .neighbors import Neighbors
 from .own_state import Stateful
 from .parity import parity_groups
+from .replicas import Alike, Replicas, check_alike
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
 
@@ -79,7 +81,8 @@ def survive(
     Collective over the default process group, when the loop begins and at each refresh.
 
     Args:
-        model: the outermost module of a model that is sharded over all ranks, over gloo, at rest.
+        model: the outermost module of a model that is sharded over all ranks, over gloo, at rest. What becomes of
+            shards and replicas: [Note: replicas that are left].
         optimizer: that of the model.
         steps: how many, or a range of their numbers, whose step is 1.
         state: what else goes back with them: objects with ``state_dict()``, of plain data and tensors, and
@@ -151,13 +154,15 @@ class Kept(NamedTuple):
     Attributes:
         epoch: its number.
         keeper: the versions.
-        numbers: the numbers of its members, by rank; groups: their ranks in parity groups.
+        numbers: the numbers of its members, by rank.
+        groups: their ranks in parity groups; alike: in groups that hold alike.
     """
 
     epoch: int
     keeper: Keeper
     numbers: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    alike: Alike
 
 
 class Survival:
@@ -206,7 +211,7 @@ class Survival:
     # -- the beginning and the end -----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        _check(self._model)
+        self._replicas = _checked(self._model)
         self._backend = str(dist.get_backend_config(dist.group.WORLD))
         self._limit = _torch.time_limit(dist.group.WORLD)
         self._base, self._name = _base_of(dist.group.WORLD)
@@ -246,10 +251,11 @@ class Survival:
         with self._switching:
             self._watch: Watchdog = watch
         self._check_losses()
-        groups, rank = parity_groups(len(numbers), self._group), dist.get_rank()
+        alike, rank = self._replicas.alike, dist.get_rank()
+        groups = () if alike else parity_groups(len(numbers), self._group)
         members = next((each for each in groups if rank in each), (rank,))
         self._ranks = ParityRanks(members)
-        self._kept.append(Kept(self._job.epoch, Keeper(members, rank), tuple(numbers), groups))
+        self._kept.append(Kept(self._job.epoch, Keeper(members, rank), tuple(numbers), groups, alike))
         self._publish_connections()  # so that others can break waits of this epoch
         self._ranks.finish()  # all addresses are there
         addresses: dict[int, Any] = self._job.published("address")
@@ -374,6 +380,7 @@ class Survival:
             (kept,) = self._kept
             lost = [rank for rank, each in enumerate(kept.numbers) if each not in offers]
             check_losses(kept.groups, lost)
+            check_alike(kept.alike, lost)
             try:
                 self._move(number, kept, lost, [*offers])
             except Exception as again:
@@ -387,10 +394,11 @@ class Survival:
         """Let the model move to the processes with the numbers `members`, in the state of that version, of `kept`."""
         self._bring_to_rest()
         self._make_groups(members)
+        self._replicas.move_to(len(members))
         rank_of = {kept.numbers.index(each): rank for rank, each in enumerate(members)}
         self._meet(members)
         holdings, state = self._rebuilt(kept.keeper, kept.keeper.version(number), lost, rank_of)
-        regroup(self._model, self._optimizer, group=dist.group.WORLD, holdings=holdings)
+        regroup(self._model, self._optimizer, group=self._replicas.groups(), holdings=holdings)
         own_state.give(self._state, state)
         self._refresh(number, in_background=False)
 
@@ -454,8 +462,9 @@ class Survival:
         set_rank(dist.get_rank())
 
 
-def _check(model: nn.Module) -> None:
-    """
+def _checked(model: nn.Module) -> Replicas:
+    """The replicas of `model`. Collective.
+
     Raises:
         UsageError: the model, or the job, cannot outlive a loss. On all ranks.
     """
@@ -469,17 +478,20 @@ def _check(model: nn.Module) -> None:
             f"survive(): the backend of the process group is {backend}. Waits can be broken from outside, and groups "
             "made anew, over gloo only so far"
         )
+    replicas = Replicas(units)
     for unit in units:
-        if unit.groups.given is not dist.group.WORLD:
-            raise UsageError(
-                f"survive(): unit {unit.label} is sharded over {groups_in_words(unit.groups)}; expected all ranks, by "
-                "the default process group"
-            )
         for handle in unit.handles:
             if handle.precision.error_feedback:
                 raise UsageError(
                     f"survive(): unit {unit.label} has reduce_error_feedback=True, whose residuals would be lost"
                 )
+    try:
+        at_rest(model)
+    except UsageError as error:
+        raise UsageError(
+            f"survive(): after a loss the model could not move to the ranks that are left: {error}"
+        ) from None
+    return replicas
 
 
 def _base_of(process_group: Any) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,24 @@ def net() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)]
     return nn.Sequential(*layers)
+
+
+WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "fully_shard", "fully_shard, kept")
+HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "fully_shard, hybrid")
+
+
+def sharded(way: str) -> Any:
+    """The net, sharded in one of `WAYS`, or of `HYBRIDS`: two replicas. Collective."""
+    world = dist.get_world_size()
+    names = ("replicate", "shard")
+    mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names) if way in HYBRIDS else None
+    model = net()
+    if "fully_shard" not in way:
+        options: dict[str, Any] = {"device_mesh": mesh, "auto_wrap_policy": {nn.Linear}, "use_orig_params": True}
+        return FullyShardedDataParallel(model, sharding_strategy=way, deterministic_sums=True, **options)
+    for module in [*(each for each in model if isinstance(each, nn.Linear)), model]:
+        flatfsdp.fully_shard(module, mesh=mesh, reshard_after_forward="kept" not in way, deterministic_sums=True)
+    return model
 
 
 def die_in(moment: str, loss: torch.Tensor) -> None:
@@ -73,13 +92,14 @@ def train(
     parts: Sequence[range] = (range(STEPS),),
     saves: str = "",
     before: Callable[[int], None] = lambda rank: None,
+    way: str = "FULL_SHARD",
 ) -> tuple[str, list[tuple[int, int]]]:
     """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
     each step that was taken to its end. `parts`: the steps, one loop for each; `saves`: the folder for checkpoints, of
-    which each step writes one; `before`: called first, with the rank."""
+    which each step writes one; `before`: called first, with the rank; `way`: of `sharded`."""
     before(rank)
     dist.init_process_group("gloo")
-    model = FullyShardedDataParallel(net(), auto_wrap_policy={nn.Linear}, use_orig_params=True, deterministic_sums=True)
+    model = sharded(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     dies_in, moment = kills.get(rank, (-1, ""))
@@ -115,8 +135,10 @@ def train(
                 flatfsdp.checkpoint.save(f"{saves}/{step.number}", model=model, optimizer=optimizer, overwrite=True)
         if step.completed:
             taken.append((step.number, dist.get_world_size()))
-    with FullyShardedDataParallel.summon_full_params(model):
-        values = b"".join(bytes(each.detach().view(torch.uint8).flatten().tolist()) for each in model.parameters())
+    whole = FullyShardedDataParallel.summon_full_params(model) if "fully_shard" not in way else nullcontext()
+    with whole:
+        tensors = [getattr(each, "full_tensor", each.detach)().detach() for each in model.parameters()]
+        values = b"".join(bytes(each.view(torch.uint8).flatten().tolist()) for each in tensors)
     dist.destroy_process_group()
     return hashlib.sha256(values + repr(optimizer.param_groups[0]["lr"]).encode()).hexdigest(), taken
 
@@ -153,6 +175,32 @@ def check(outcomes: list[Outcome], lost: set[int], expected: str, *, again: int 
             assert sorted(dict(taken)) == list(range(STEPS)) and len(taken) <= STEPS + again, taken
             assert taken[-1] == (STEPS - 1, len(outcomes) - len(lost))
             assert digest == expected
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_all_ways_to_shard(way: str, expected: str) -> None:
+    check(fresh.run(3, train, {1: (2, "backward")}, way=way, timeout=90), {1}, expected)
+
+
+# Two replicas of two shards each: ranks 0 and 1 are a replica, and so are 2 and 3.
+@pytest.mark.parametrize(
+    ("way", "kills"),
+    [
+        ("HYBRID_SHARD", {1: (2, "backward")}),
+        ("fully_shard, hybrid", {2: (2, "forward")}),
+        ("_HYBRID_SHARD_ZERO2", {0: (2, "boundary"), 1: (2, "boundary")}),  # a replica
+        ("fully_shard, hybrid", {0: (2, "backward"), 3: (2, "backward")}),  # another shard of each
+        ("HYBRID_SHARD", {3: (1, "forward"), 0: (3, "backward")}),
+    ],
+)
+def test_hybrids(way: str, kills: dict[int, tuple[int, str]], expected: str) -> None:
+    check(fresh.run(4, train, kills, way=way, timeout=90), {*kills}, expected, again=2)
+
+
+def test_a_shard_that_no_replica_has_ends_the_others_in_words() -> None:
+    outcomes = fresh.run(4, train, {0: (2, "boundary"), 2: (2, "boundary")}, way="HYBRID_SHARD", timeout=60)
+    for rank in (1, 3):
+        assert "LostRankError: ranks 0, 2 are lost at once" in (outcomes[rank].error or ""), outcomes[rank]
 
 
 def test_two_losses_in_different_groups(expected: str) -> None:
