@@ -22,7 +22,7 @@ from .loading import compare, find, is_foreign
 from .nested_state import flatten, plain
 from .ranks import CheckpointRanks
 from .retention import Keeping
-from .saving import Contents, SaveRequest, save_contents
+from .saving import Contents, SaveRequest, latest, save_contents
 from .sections import Section, sections_of
 
 __all__ = ["async_save", "load", "save"]
@@ -209,6 +209,8 @@ def load(
             read, others = found.read(ranks, doing, targets, inside, extra or (lambda keys: True))
         for section in sections:
             ranks.exchange(doing, lambda section=section: section.load(read.get(section.name, {})))  # type: ignore[misc]
+    if model is not None:
+        latest.append(CheckpointFolder.at(path).path)
     return others
 
 

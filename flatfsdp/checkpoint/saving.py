@@ -13,6 +13,7 @@ import os
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -38,6 +39,9 @@ from .weights import BlockChecksums, WeightFiles, is_weight, is_whole_everywhere
 from .writing import Archives, held_by, pieces_of, write
 
 T = TypeVar("T")
+
+# The checkpoint that this process was the last to save, or to load a model from.
+latest: deque[FilePath] = deque(maxlen=1)
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ class _Save(Replacement):
     def save(self, take: Callable[[], Contents]) -> None:
         self.all(lambda: self.take(take))
         _plans[self.ranks.key] = self.run(self.prepare, self.fill, per_node=self.request.per_node)
+        latest.append(self.location.path)
         if (keeping := self.request.keeping) is not None:
             doing = f"removing older checkpoints, now that {self.location.path} is complete"
             folder, leads = self.location.path.parent, self.leads

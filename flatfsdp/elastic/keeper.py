@@ -173,8 +173,8 @@ def check_losses(groups: Sequence[Sequence[int]], lost: Collection[int]) -> None
         if len(gone) > 1:
             raise LostRankError(
                 f"{ranks_in_words(gone)} are lost at once, and both keep the state of the other: the group of "
-                f"{ranks_in_words(sorted(members))} can lose one rank between two refreshes. Go on from a checkpoint, "
-                "and choose smaller groups to survive more"
+                f"{ranks_in_words(sorted(members))} can lose one rank between two refreshes, and smaller ones more "
+                "between them"
             )
 
 

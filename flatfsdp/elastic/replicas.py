@@ -60,7 +60,8 @@ class Replicas:
         if not self._is_hybrid:
             self.move_to(world)
             return
-        found = gather(given_ranks(first)[1], dist.group.WORLD, call="called survive()")
+        everyone: Any = dist.group.WORLD
+        found = gather(given_ranks(first)[1], everyone, call="called survive()")
         self.alike: Alike = () if first.replicate is None else tuple(dict.fromkeys(map(tuple, found)))
 
     def move_to(self, world: int) -> int:
@@ -93,6 +94,6 @@ def check_alike(alike: Alike, lost: Collection[int]) -> None:
     for members in alike:
         if {*members} <= {*lost}:
             raise LostRankError(
-                f"{ranks_in_words(members)} are lost at once, and nobody else had their shard: of each shard one "
-                "replica has to be left"
+                f"{ranks_in_words(members)} are lost at once, and nobody else had their shard: one replica of each has "
+                "to be left"
             )

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.saving import latest
 from ..engine.agreement.collective_calls import forget_calls
 from ..engine.agreement.process_groups import require_process_group
 from ..engine.base import _torch
@@ -38,7 +39,7 @@ from ..engine.watchdog.regions import current_watch
 from ..engine.watchdog.store import StoreClient
 from ..engine.watchdog.watchdog import Watchdog, is_lost_connection
 from ..engine.wrapping.regrouping import at_rest
-from ..errors import AgreementError, LostRankError, UsageError, refuse_type, refuse_value, set_rank
+from ..errors import AgreementError, FencedError, LostRankError, UsageError, refuse_type, refuse_value, set_rank
 from ..messages import gather, gather_bytes
 from . import connections, own_state
 from .api import regroup
@@ -63,6 +64,7 @@ def survive(
     state: Mapping[str, Stateful] = MappingProxyType({}),
     every: int = 1,
     group: int = 4,
+    least_ranks: int = 1,
     lost_after: float = 60.0,
 ) -> Iterator[Step]:
     """Steps that outlive the loss of ranks: the others go on with the same step, without a restart.
@@ -89,7 +91,9 @@ def survive(
             ``load_state_dict()``. Random numbers of Python, torch and numpy are included.
         every: steps from one refresh to the next; so many are taken again after a loss at most.
         group: ranks that keep one another's state, two at least. Larger groups need less memory for the parity (an
-            (n - 1)-th of the state for n ranks), and can lose one rank between two refreshes, as any.
+            (n - 1)-th of the state for n ranks), and can lose one rank between two refreshes, as any. Where there are
+            several replicas, these keep one another's state instead.
+        least_ranks: with fewer ranks, which the model may not fit on, the job ends.
         lost_after: seconds without a sign of life after which a rank counts as lost; after a loss also the seconds in
             which the others have to leave their step. It is fenced then: when it goes on, it raises `FencedError` in
             its step.
@@ -101,7 +105,8 @@ def survive(
         ConfigTypeError, ConfigValueError: an argument is not accepted.
         UsageError: a rank serves the store of the process group, so that its loss would be that of the job; or the
             model is not sharded over all ranks.
-        LostRankError: on all survivors: two ranks of one group are lost.
+        LostRankError: on all survivors, with the name of the last checkpoint: two ranks of one group are lost, or all
+            that had some shard, or too few are left.
         FencedError: the others have gone on without this rank.
     """
     if isinstance(steps, int) and not isinstance(steps, bool):
@@ -110,14 +115,15 @@ def survive(
         refuse_type("survive: steps", steps, "a number of steps, or a range")
     if steps.step != 1:
         refuse_value("survive: steps", steps, "a range whose step is 1")
-    for name, value, least in (("every", every, 1), ("group", group, 2)):
+    for name, value, least in (("every", every, 1), ("group", group, 2), ("least_ranks", least_ranks, 1)):
         if type(value) is not int or value < least:
             refuse_value(f"survive: {name}", value, f"an integer of at least {least}")
     if not lost_after > 0:
         refuse_value("survive: lost_after", lost_after, "a number of seconds greater than 0")
     if not isinstance(state, Mapping):
         refuse_type("survive: state", state, "a mapping of names to objects with state_dict() and load_state_dict()")
-    return iter(Survival(model, optimizer, steps, state, every=every, group=group, lost_after=lost_after))
+    options = {"every": every, "group": group, "least_ranks": least_ranks}
+    return iter(Survival(model, optimizer, steps, state, **options, lost_after=lost_after))
 
 
 class Step:
@@ -183,11 +189,12 @@ class Survival:
         *,
         every: int,
         group: int,
+        least_ranks: int,
         lost_after: float,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._steps, self._state = steps, state
-        self._every, self._group, self._lost_after = every, group, lost_after
+        self._every, self._group, self._least, self._lost_after = every, group, least_ranks, lost_after
         self._next = steps.start
         self._refreshing: Future[None] | None = None
         # The connection to the store by which the groups of this epoch wait for each other while they are made.
@@ -356,7 +363,13 @@ class Survival:
 
     def _recover(self, error: BaseException) -> None:
         began = time.monotonic()
-        self._next = self._recovered(error)
+        try:
+            self._next = self._recovered(error)
+        except FencedError:
+            raise
+        except LostRankError as last:
+            found = f"from {latest[-1]}, the last checkpoint that" if latest else "from the beginning: no checkpoint"
+            raise LostRankError(f"{last}. Start the job again {found} was saved or loaded here") from last
         print_immediately(
             f"[flatfsdp, rank {dist.get_rank()}] goes on with {dist.get_world_size()} ranks from step {self._next}, "
             f"{time.monotonic() - began:.2f} s after {type(error).__name__}"
@@ -379,15 +392,19 @@ class Survival:
             self._kept = [kept for kept in self._kept if kept.epoch == epoch]  # of others, some rank lacks them
             (kept,) = self._kept
             lost = [rank for rank, each in enumerate(kept.numbers) if each not in offers]
+            if len(offers) < self._least:
+                raise LostRankError(f"{len(offers)} of least_ranks={self._least} are left after the loss of {words}")
             check_losses(kept.groups, lost)
             check_alike(kept.alike, lost)
             try:
                 self._move(number, kept, lost, [*offers])
             except Exception as again:
-                if not self._is_loss(again):
-                    raise
-                error = again
-                continue
+                if self._is_loss(again):
+                    error = again
+                    continue
+                if isinstance(again, AgreementError):  # as it does not fit on those that are left
+                    raise LostRankError(str(again)) from again
+                raise
             return number
 
     def _move(self, number: int, kept: Kept, lost: Sequence[int], members: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatfsdp.elastic.parity import parity_groups
-from tests.elastic.test_survive import MOMENTS, STEPS, check, train
+from tests.elastic.test_survive import HYBRIDS, MOMENTS, STEPS, WAYS, check, train
 from tests.harness import fresh
 from tests.harness.thorough import seeds
 
@@ -41,8 +41,11 @@ def test_random_kills(run: Any, seed: int) -> None:
     rng = random.Random(seed)
     world, group, every = rng.choice((2, 3, 4)), rng.choice((2, 4)), rng.choice((1, 1, 2))
     kills = drawn(rng, world)
-    outcomes = fresh.run(world, train, kills, group=group, every=every, pause=0.05, timeout=90)
-    together = any(len(kills.keys() & set(members)) > 1 for members in parity_groups(world, group))
+    way = rng.choice((*WAYS, *HYBRIDS) if world == 4 else WAYS)
+    outcomes = fresh.run(world, train, kills, group=group, every=every, pause=0.05, way=way, timeout=90)
+    # Of four ranks, two have the same shard of two replicas.
+    groups = [(0, 2), (1, 3)] if way in HYBRIDS else [] if way == "NO_SHARD" else parity_groups(world, group)
+    together = any(len(kills.keys() & set(members)) > 1 for members in groups)
     words = "LostRankError: ranks " + ", ".join(map(str, sorted(kills))) + " are lost at once"
     survivors = [outcome for rank, outcome in enumerate(outcomes) if rank not in kills]
     if together and all(words in (outcome.error or "") for outcome in survivors):

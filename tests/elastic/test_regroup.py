@@ -275,7 +275,9 @@ def deterministic(rank: int, world: int, kind: str, worlds: Sequence[int]) -> st
     return sums.digest(model, optimizer) if rank < taking else ""
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "fully_shard", "post-forward shards", "fused", "whole matrices", "states of blocks"])
+@pytest.mark.parametrize(
+    "kind", ["wrapper", "fully_shard", "post-forward shards", "fused", "whole matrices", "states of blocks"]
+)
 def test_the_bits_are_those_of_a_run_that_stays(kind: str) -> None:
     expected = set(pool.run(4, deterministic, kind, (4, 4, 4, 4, 4)))
     found = pool.run(4, deterministic, kind, (4, 3, 2, 3, 4))

@@ -24,8 +24,9 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint.ranks import CheckpointRanks
 from flatfsdp.elastic import survive
 from flatfsdp.elastic.exchange import ParityRanks
-from flatfsdp.errors import LostRankError
-from tests.harness import fresh
+from flatfsdp.engine.wrapping.regrouping import Regrouping
+from flatfsdp.errors import LostRankError, UsageError
+from tests.harness import fresh, pool
 from tests.harness.fresh import Outcome
 
 pytestmark = pytest.mark.process
@@ -93,6 +94,7 @@ def train(
     saves: str = "",
     before: Callable[[int], None] = lambda rank: None,
     way: str = "FULL_SHARD",
+    least_ranks: int = 1,
 ) -> tuple[str, list[tuple[int, int]]]:
     """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
     each step that was taken to its end. `parts`: the steps, one loop for each; `saves`: the folder for checkpoints, of
@@ -106,6 +108,7 @@ def train(
     taken = []
     state = {"scheduler": scheduler}
     options: dict[str, Any] = {"state": state, "group": group, "lost_after": lost_after, "every": every}
+    options["least_ranks"] = least_ranks
     for step in itertools.chain.from_iterable(survive(model, optimizer, steps=part, **options) for part in parts):
         if step.number == dies_in and moment.startswith("after "):
             threading.Timer(float(moment.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -217,9 +220,35 @@ def test_steps_since_a_refresh_are_taken_again(expected: str) -> None:
     check(fresh.run(3, train, {1: (3, "backward")}, every=2, timeout=90), {1}, expected, again=2)
 
 
-def test_two_losses_in_one_group_end_the_others_in_words() -> None:
-    outcomes = fresh.run(3, train, {0: (2, "boundary"), 1: (2, "boundary")}, timeout=60)
+def test_two_losses_in_one_group_end_the_others_in_words(tmp_path: Path) -> None:
+    outcomes = fresh.run(3, train, {0: (2, "boundary"), 1: (2, "boundary")}, saves=str(tmp_path), timeout=60)
     assert "LostRankError: ranks 0, 1 are lost at once" in (outcomes[2].error or ""), outcomes[2]
+    assert f"again from {tmp_path}/1, the last checkpoint" in (outcomes[2].error or ""), outcomes[2]
+
+
+def no_memory(rank: int) -> None:
+    """Let `regroup` fail on rank 0."""
+
+    def rebuild(self: Regrouping, **named: Any) -> None:
+        raise MemoryError("nothing is left")
+
+    if rank == 0:
+        Regrouping.rebuild = rebuild  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"least_ranks": 3}, "2 of least_ranks=3 are left after the loss of rank 1, which"),
+        ({"before": no_memory}, "rank 0: MemoryError: nothing is left. "),
+    ],
+)
+def test_too_few_ranks_end_in_words(options: Any, words: str) -> None:
+    outcomes = fresh.run(3, train, {1: (2, "boundary")}, timeout=60, **options)
+    for rank in (0, 2):
+        found = outcomes[rank].error or ""
+        assert "LostRankError: " + words in found, outcomes[rank]
+        assert "Start the job again from the beginning: no checkpoint was saved" in found, outcomes[rank]
 
 
 def test_a_pause_ends_nothing(expected: str) -> None:
@@ -248,6 +277,25 @@ def with_a_store_of_rank_0(rank: int, world: int) -> None:
 def test_a_store_that_a_rank_serves_is_refused() -> None:
     for outcome in fresh.run(2, with_a_store_of_rank_0, timeout=60):
         assert "UsageError: survive(): rank 0 serves the store" in (outcome.error or ""), outcome
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """The refusals of models that a loss would end."""
+    words = []
+    stage, hooked = net(), FullyShardedDataParallel(net())  # a stage has a group of its own
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    hooked.register_comm_hook(None, lambda *unused: None)
+    for model in (FullyShardedDataParallel(stage, process_group=alone), hooked):
+        with pytest.raises(UsageError) as caught:
+            next(survive(model, steps=1))
+        words.append(str(caught.value))
+    return words
+
+
+def test_what_could_not_go_on_is_refused_when_it_begins() -> None:
+    for of_stage, of_hook in pool.run(2, refused):
+        assert "unit <root> is sharded over" in of_stage and "not survived by stages of a pipeline" in of_stage
+        assert "the model could not move to the ranks that are left: " in of_hook and "register_comm_hook()" in of_hook
 
 
 def test_a_kill_in_a_save_is_survived(tmp_path: Path, expected: str) -> None:
