@@ -2,10 +2,10 @@
 
 [Note: replicas that are left] The ranks that are left share the model as it was shared before: FULL_SHARD over all of
 them, NO_SHARD on each. A hybrid strategy keeps the number of shards if it divides the number of ranks; otherwise it
-takes the next larger number that does, at the most all ranks, in one replica. So no rank is idle, the memory of a rank
-for shards does not grow, and what follows depends on the number of ranks alone: 2 replicas of 4 shards are 1 of 7 when
-a rank is lost, 2 of 3 would need more memory, and 1 of 4 again when three are lost. The shards of a replica are on
-consecutive ranks.
+takes the next larger number that does, at the most all ranks, in one replica. So no rank is idle, shards grow only
+where fewer ranks are left than there were shards, and the shape depends on the number of ranks alone: 2 replicas of 4
+shards are 1 of 7 when a rank is lost, 1 of 6 when two are, as 2 of 3 need more memory on each, and 1 of 4 when four
+are. The shards of a replica are on consecutive ranks.
 
 What replicas hold alike needs no parity: a lost shard is in each other replica, and a group of ranks that hold alike
 can lose all but one. There is a parity where there is one replica.

@@ -83,8 +83,9 @@ def survive(
     Collective over the default process group, when the loop begins and at each refresh.
 
     Args:
-        model: the outermost module of a model that is sharded over all ranks, over gloo, at rest. What becomes of
-            shards and replicas: [Note: replicas that are left].
+        model: the outermost module of a model that is sharded over all ranks, over gloo, at rest. A hybrid
+            strategy keeps its number of shards if that divides the number of ranks that are left; it takes the next
+            larger number that does otherwise.
         optimizer: that of the model.
         steps: how many, or a range of their numbers, whose step is 1.
         state: what else goes back with them: objects with ``state_dict()``, of plain data and tensors, and
