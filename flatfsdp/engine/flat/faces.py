@@ -3,8 +3,9 @@
 [Note: faces] Inside a forward and a backward, modules compute with the *leaves*, and autograd accumulates gradients in
 them. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and whose `.grad` is
 the reduced gradient. They are the user's own parameters, each this rank's piece of what it was, one flat parameter for
-all of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value, and no other file
-asks which face it has: every difference is a method here, or a value that the other file uses.
+all of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value. Other files look
+neither at its class nor at the argument that chose it: every difference is a method here, or a value of the face, of
+which other files may ask whether it is empty.
 """
 
 from __future__ import annotations

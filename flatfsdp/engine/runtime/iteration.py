@@ -4,7 +4,8 @@
 forward failed, or its backward has ended, will be differentiated again, or failed: issued collectives are awaited,
 units are brought to rest, and gradients are published or dropped. A backward fails while an exception is being raised,
 possibly on another thread: then `.grad` is restored immediately (`fail_backward`), and the next call does everything
-else.
+else. A forward without a backward, as in evaluation, leaves gradients alone, also those that are still in flight, and
+the graph of an earlier forward: the driver only brings its units to rest (`ForwardDriver._end`).
 """
 
 from __future__ import annotations

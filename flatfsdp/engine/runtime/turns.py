@@ -2,7 +2,8 @@
 
 [Note: turns] A unit takes its turn when this rank reaches it: so do all ranks, and nothing has to be decided. A feature
 under which ranks reach different units provides another `Turns`, at the point `forward_order` of its observer, after
-changes of options. If turns are `plain`, forwards and backwards do not call them.
+changes of options. Plain turns cost no call for a unit: they are called only where a backward begins, or runs a forward
+again, and where a forward fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Units that are unsharded between iterations, and writes of users to their shards.
 
 [Note: writes at rest] Between iterations users may write to shards. That is detected before a unit is gathered again,
-by versions, without reading values.
+by versions. Values are compared only where writes may change no version ([Note: unnoticed writes]).
 """
 
 from __future__ import annotations

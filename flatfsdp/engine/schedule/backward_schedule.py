@@ -1,7 +1,8 @@
 """The schedule of one backward, which decides what to gather, complete, reduce and free: events in, actions out.
 
-The driver reports events and executes the actions that they return, in order ([Note: actions]). Nothing here has an
-effect elsewhere: what the schedule must know of units it asks functions that it was given (`UnitFacts`).
+The driver reports events and executes the actions that they return, in order ([Note: actions]). What the schedule must
+know of units it asks functions that it was given (`UnitFacts`), one of which first collects the gradients that have
+arrived. It has one effect elsewhere: in the record units count as having graphs when their gradients are expected.
 
 [Note: one clock] The record of the forward gives every unit two ticks of one clock, which a backward runs down: its
 gather is due at the tick when it last ended, its reduction at the tick when it first began. Two cursors move over the
@@ -16,7 +17,7 @@ clock, one for each communicator, and never back. Three rules couple them:
 
 A unit is unsharded during its lifetimes ([Note: lifetimes]). Both cursors stand still in a graph task inside of this
 one: there all units in use are unsharded, and it is unknown which gradients this rank will compute. The cursor of
-    reductions stands still, too, as long as the backward brings no gradient of a parameter, on any rank.
+reductions stands still, too, as long as the backward brings no gradient of a parameter, on any rank.
 
 A unit that is called again, or whose parameters others use, is reduced once, when its first call is over: parts of it
 that are recomputed reentrantly produce gradients that are not known before, and on some ranks only.
