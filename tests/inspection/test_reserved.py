@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
-from flatfsdp.errors import ConfigValueError
+from flatfsdp.errors import ConfigValueError, UsageError
 
 pytestmark = pytest.mark.single_process
 
@@ -52,15 +52,16 @@ class Net(nn.Module):
         return self.head(self.blocks(x))
 
 
-def wrapped(front: str, net: nn.Module) -> Any:
+def wrapped(front: str, net: nn.Module, *, offload: bool = False) -> Any:
     if front == "fully_shard":
         policy: dict[str, Any] = {"mp_policy": flatfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+        policy |= {"offload_policy": flatfsdp.CPUOffloadPolicy()} if offload else {}
         for block in net.blocks:  # type: ignore[union-attr]
             flatfsdp.fully_shard(block, **policy)
         return flatfsdp.fully_shard(net, **policy)
     mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return flatfsdp.FullyShardedDataParallel(
-        net, auto_wrap_policy={Block}, use_orig_params=front == "orig", mixed_precision=mixed
+        net, None, None, offload, auto_wrap_policy={Block}, use_orig_params=front == "orig", mixed_precision=mixed
     )
 
 
@@ -69,15 +70,15 @@ def loss(model: Any) -> Tensor:
     return found
 
 
-def made(front: str = "flat", *, again: bool = False) -> Any:
+def made(front: str = "flat", *, again: bool = False, offload: bool = False) -> Any:
     with torch.device("meta"):
         net = Net(again=again)
-    return wrapped(front, net)
+    return wrapped(front, net, offload=offload)
 
 
-def planned(front: str = "flat", *, again: bool = False, **options: Any) -> flatfsdp.Plan:
+def planned(front: str = "flat", *, again: bool = False, offload: bool = False, **options: Any) -> flatfsdp.Plan:
     with flatfsdp.dry_run(8, accelerator=True):
-        model = made(front, again=again)
+        model = made(front, again=again, offload=offload)
         return flatfsdp.memory_plan(model, torch.optim.AdamW(model.parameters()), loss=loss, **options)
 
 
@@ -93,6 +94,20 @@ def test_checkpointed_blocks_need_less() -> None:
     usual, again = planned(), planned(again=True)
     assert usual.in_use is not None and again.in_use is not None
     assert usual.in_use - again.in_use > (BLOCKS - 2) * 8 * INPUT
+
+
+@pytest.mark.parametrize("front", ["flat", "orig", "fully_shard"])
+def test_what_is_offloaded_takes_nothing_of_the_accelerator(front: str) -> None:
+    """Shards, optimizer states and, in the step's peak after most of the backward, gradients."""
+    usual, offloaded = planned(front), planned(front, offload=True)
+    assert usual.in_use is not None and offloaded.in_use is not None
+    saved = usual.in_use - offloaded.in_use
+    assert usual.between_steps <= saved + MIB <= usual.between_steps + usual.grads + 2 * MIB
+
+
+def test_a_loss_that_reads_values_is_reported() -> None:
+    with flatfsdp.dry_run(8, accelerator=True), pytest.raises(UsageError, match=r"loss= fails .* without loss="):
+        flatfsdp.memory_plan(made(), loss=lambda model: loss(model) * loss(model).item())
 
 
 def test_a_plan_without_a_loss_knows_no_activations() -> None:

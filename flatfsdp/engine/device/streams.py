@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..base.overrides import Override, is_memoryless
+from ..base.overrides import Override, is_memoryless, without_memory
 from ..base.wait_limits import blocking, issued
 
 
@@ -238,6 +238,13 @@ def accelerator(index: int | None = None) -> torch.device | None:
     return torch.device(accelerator.type, torch.accelerator.current_device_index() if index is None else index)
 
 
+def in_host_memory(there: bool = True) -> AbstractContextManager[None]:
+    """A context in which new tensors on the CPU are in host memory, if `there`: in a dry run the accelerator's show the
+    CPU, too."""
+    simulated = getattr(without_memory.value, "device", None)
+    return simulated.in_host_memory() if there and simulated is not None else _HERE
+
+
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in page-locked host memory, so that copies from it can overlap; itself if there is no accelerator."""
     if torch.accelerator.is_available() and not is_memoryless():
@@ -248,4 +255,5 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialized host memory for a copy of `tensor`, page-locked if there is an accelerator."""
     locked = torch.accelerator.is_available() and not is_memoryless()
-    return torch.empty_like(tensor, device="cpu", pin_memory=locked)
+    with in_host_memory():
+        return torch.empty_like(tensor, device="cpu", pin_memory=locked)

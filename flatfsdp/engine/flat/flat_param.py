@@ -30,7 +30,7 @@ from ..base._torch import as_plain_tensors
 from ..comm.transport import Transport
 from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
-from ..device.streams import PendingWork, Stream, pin
+from ..device.streams import PendingWork, Stream, in_host_memory, pin
 from ..layout.layout import FlatLayout, PartOfWhole
 from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, segments_of, spec_of, stored_in_order
@@ -215,7 +215,8 @@ class FlatParamHandle:
         leaves, values = map(list, zip(*(given[name] for name in names), strict=True))
         on_meta, home = leaves[0].is_meta, torch.device("cpu") if options.offload else device
         like = torch.empty(0, dtype=master, device=leaves[0].device if on_meta else home)
-        shard = tracker.apart(like, layout.shard_numel).zero_()
+        with in_host_memory(options.offload):
+            shard = tracker.apart(like, layout.shard_numel).zero_()
         if on_meta:
             take_off_meta(leaves, names, device)
         elif options.offload and options.pin_memory:

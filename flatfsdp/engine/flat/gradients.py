@@ -27,6 +27,7 @@ from ..base import _torch
 from ..base.autograd import LeafHooks
 from ..config.precision import gradient_scaling
 from ..device.memory import FlatBuffer
+from ..device.streams import in_host_memory
 from .faces import Sums, own_grad, set_own_grad
 from .flat_param import FlatParamHandle
 from .gradient_slots import Accumulation, GradientSlots, Marks, SlotMemory, Window
@@ -362,7 +363,8 @@ class Gradients:
         if not handle.options.offload:
             return total
         # If the CPU stands in for a device, the same copy is made.
-        return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
+        with in_host_memory():
+            return total.to(handle.shard.device) if total.device != handle.shard.device else total.clone()
 
     def unstash_grads(self) -> None:
         """Undo `stash_grads`."""

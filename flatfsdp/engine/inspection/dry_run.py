@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ConfigValueError, UsageError, rank_kept
+from ...errors import ConfigValueError, FlatFSDPError, UsageError, rank_kept
 from ..base import _torch
 from ..base._dtensor import local_bytes
 from ..base.overrides import is_memoryless
@@ -188,8 +188,9 @@ def memory_plan(
             and the plan has `in_use` and `reserved`. [Note: predicted memory]
 
     Raises:
-        ConfigValueError: `microbatches` below 1; a `loss` without an accelerator, or with parameters on the host.
-        UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer reads values.
+        ConfigValueError: `microbatches` below 1; a `loss` without an accelerator.
+        UsageError: outside of a dry run; `model` is a nested wrapper; a step of the optimizer, or the loss, reads
+            values.
 
     Example:
         >>> import torch, flatfsdp
@@ -220,7 +221,7 @@ def memory_plan(
             for number in range(microbatches):
                 model.set_requires_gradient_sync(number == microbatches - 1)
                 with microbatch(number, of=microbatches) if deterministic else nullcontext():
-                    loss(model).backward()
+                    _backward(loss, model)
             if max_norm is not None:
                 model.clip_grad_norm_(max_norm)
             if optimizer is stepper and stepper is not None:
@@ -266,11 +267,6 @@ def _accelerator_of(units: list[Unit]) -> SimulatedDevice:
         raise ConfigValueError(
             "memory_plan(): got loss=, but the dry run is of a job on CPUs, whose allocator is not known. Accepted: "
             "within dry_run(..., accelerator=True)"
-        )
-    if any(handle.options.offload for unit in units for handle in unit.handles):
-        raise ConfigValueError(
-            "memory_plan(): got loss=, and parameters that are offloaded to the host, whose memory a dry run does not "
-            "distinguish from the accelerator's. Call it without loss="
         )
     gc.collect()
     device.allocator.empty_cache()
@@ -365,6 +361,18 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(
             f"memory_plan(): a step of {type(optimizer).__name__} fails on tensors without values "
             f"({type(error).__name__}: {error}). Its state cannot be estimated; call memory_plan() without it"
+        ) from error
+
+
+def _backward(loss: Callable[[Any], Tensor], model: Any) -> None:
+    try:
+        loss(model).backward()
+    except FlatFSDPError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"memory_plan(): the forward or backward of loss= fails on tensors without values ({type(error).__name__}: "
+            f"{error}). Its activations cannot be estimated; call memory_plan() without loss="
         ) from error
 
 

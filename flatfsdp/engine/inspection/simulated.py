@@ -4,18 +4,23 @@
 block of the allocator's model (`allocator.py`) on the stream that is current, and gives it back when torch frees the
 storage, or resizes it to nothing. Operations dispatch as on a real device, so temporary tensors between them are seen;
 those within one kernel are not, and are assumed (`assumed.py`).
+
+[Note: simulated host] All tensors of a dry run show one device, so those in host memory are known by their storages,
+which have a size and no block: the engine allocates them in `in_host_memory()`, and what an operation makes of tensors
+on the host alone, as an optimizer's states, is there, too.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..base import _torch
+from ..base.overrides import Override
 from .allocator import Allocator, Block, Settings
 
 
@@ -67,9 +72,11 @@ class SimulatedDevice:
 
     def computed(self, func: Any, args: Any, result: Any) -> None:
         """Give new tensors in the `result` of an operation memory."""
-        for tensor in fakes_in(result):
-            if tensor.fake_device.type != "meta":
-                self.storages.hold(tensor.untyped_storage(), self.label())
+        inputs = [each.untyped_storage() for each in fakes_in(args)]
+        with self.in_host_memory() if inputs and all(map(self.storages.on_host, inputs)) else nullcontext():
+            for tensor in fakes_in(result):
+                if tensor.fake_device.type != "meta":
+                    self.storages.hold(tensor.untyped_storage(), self.label())
         for observe in self.observers:
             observe(func, args, result)
 
@@ -86,6 +93,10 @@ class SimulatedDevice:
             yield
         finally:
             self._current.pop()
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """A context in which storages get no memory of the device. [Note: simulated host]"""
+        return self.storages.takes_none.being(True)
 
     def get_allocator_backend(self) -> str:
         return "native"
@@ -127,6 +138,7 @@ class Storages:
     def __init__(self, allocator: Allocator, current_stream: Callable[[], Hashable]) -> None:
         self.allocator, self._current_stream = allocator, current_stream
         self._blocks: dict[weakref.ref[torch.UntypedStorage], Block | None] = {}
+        self.takes_none = Override(False)
 
     def hold(self, storage: torch.UntypedStorage, label: Any = None) -> None:
         """Give `storage` memory, if it is new."""
@@ -138,9 +150,15 @@ class Storages:
         """The block of `storage`; None if it is empty, or not on the device."""
         return self._blocks.get(weakref.ref(storage))
 
+    def on_host(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is in host memory. [Note: simulated host]"""
+        return self._blocks.get(weakref.ref(storage), 0) is None and storage.nbytes() > 0
+
     def take(self, size: int, label: Any) -> Block | None:
-        """Memory on the current stream; None for 0 bytes."""
-        return self.allocator.malloc(size, self._current_stream(), label) if size else None
+        """Memory on the current stream; None for 0 bytes, and in host memory."""
+        if not size or self.takes_none.value:
+            return None
+        return self.allocator.malloc(size, self._current_stream(), label)
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
