@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 from torch import nn
 
@@ -98,7 +99,14 @@ class Command(Settings):
         None, "with --dry-run or --advise: number of ranks to plan for (default: the number that would start)"
     )
     memory: Positive | None = setting(
-        None, "with --advise: GiB of a rank for all but activations (default: the smallest peak is recommended)"
+        None,
+        "with --advise: GiB of a rank, with --activations for all that the allocator reserves, otherwise for all but "
+        "activations (default: the smallest peak is recommended)",
+    )
+    activations: bool = setting(
+        False,
+        "with --dry-run or --advise, for an accelerator: read a batch, and include activations and what torch's "
+        "allocator reserves",
     )
     node: Count = setting(8, "with --advise: number of ranks on a node")
     measure: bool = setting(False, "with --dry-run: also run one real step and print the size of the saved activations")
@@ -121,6 +129,8 @@ class Command(Settings):
             self.refuse("measure", f"it applies only with {self.called('dry_run')}")
         if self.world_size and not self.plans:
             self.refuse("world_size", f"it applies only with {self.called('dry_run')} and {self.called('advise')}")
+        if self.activations and not self.plans:
+            self.refuse("activations", f"it applies only with {self.called('dry_run')} and {self.called('advise')}")
         for name, is_set in (("memory", self.memory is not None), ("node", self.node != 8)):
             if is_set and not self.advise:
                 self.refuse(name, f"it applies only with {self.called('advise')}")
@@ -248,9 +258,16 @@ class Job:
         """A comparison of ways to shard the model, as text."""
         command, ranks = self.command, self.command.world_size or self.placement.ranks
         memory = None if command.memory is None else int(command.memory * 2**30)
-        return compared(
-            self.meta_model, fsdp=self.fsdp, training=self.training, ranks=ranks, node=command.node, memory=memory
-        )
+        return compared(self.meta_model, ranks=ranks, node=command.node, memory=memory, **self._planned())
+
+    def forecast(self) -> str:
+        """An estimate of memory and traffic, as text."""
+        ranks = self.command.world_size or self.placement.ranks
+        return forecast(self.meta_model, ranks=ranks, **self._planned()).render()
+
+    def _planned(self) -> dict[str, Any]:
+        task = self.task if self.command.activations else None
+        return {"fsdp": self.fsdp, "training": self.training, "task": task}
 
     def meta_model(self) -> nn.Module:
         """The model without memory; called on the meta device."""
@@ -299,8 +316,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     with warnings_with_flags():
         job = read(sys.argv[1:] if arguments is None else arguments, program)
         if job.command.dry_run:
-            ranks = job.command.world_size or job.placement.ranks
-            print(forecast(job.meta_model, fsdp=job.fsdp, training=job.training, ranks=ranks).render(), flush=True)
+            print(job.forecast(), flush=True)
         if job.command.advise:
             print(job.advice(), flush=True)
     if job.command.plans and not job.command.measure:
@@ -416,7 +432,13 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
             refuse_full(command.export)
         if training.resume not in (None, "latest", "best") and not under_launcher():
             refuse_missing(Path(training.resume))  # nodes with disks of their own may lack it
-        placement = Placement.of(training.ranks, training.device)
+        placement = _placement(command, training)
+        if command.activations and placement.device_type == "cpu":
+            command.refuse(
+                "activations",
+                "what CPUs allocate for them is not known. Add --device cuda and --world-size, for which this machine "
+                "needs no accelerator; or, to run a step on CPUs, use --dry-run --measure",
+            )
         if fsdp.replicas is not None and placement.ranks % fsdp.replicas:
             raise ConfigValueError(f"--replicas: {placement.ranks} ranks do not make {fsdp.replicas} equal replicas")
         if shows:
@@ -439,6 +461,20 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     anew = dataclasses.replace(training, resume=None, ranks=placement.ranks)
     settings = {**given, "command": Command(), "training": anew}
     return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments), settings)
+
+
+def _placement(command: Command, training: TrainingArguments) -> Placement:
+    """The ranks and their devices. Those that are only planned need not exist.
+
+    Raises:
+        ConfigValueError: this machine cannot provide them; there are no such devices anywhere.
+    """
+    if not command.plans or command.measure or command.world_size is None or training.device == "auto":
+        return Placement.of(training.ranks, training.device)
+    try:
+        return Placement(command.world_size, torch.device(training.device).type)
+    except RuntimeError:
+        raise ConfigValueError(f"device: torch knows no {training.device!r} devices") from None
 
 
 def code_named_by(task: Task, training: TrainingArguments, fsdp: FSDPArguments, *, measured: bool) -> list[str]:

@@ -1,20 +1,21 @@
 """Estimate the memory and traffic of each rank of a run of any size, without starting it.
 
 The model is made on the meta device, sharded and trained in a dry run (`flatfsdp.dry_run`): no rank, no accelerator
-and no memory is needed. Activations are not estimated, as nothing is computed: their size can only be measured in a
-real step, where autograd's hooks count the saved tensors.
+and no memory is needed. For an accelerator, activations are estimated from the shapes of a batch of the run's samples;
+elsewhere their size can only be measured in a real step, where autograd's hooks count the saved tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import flatfsdp
 from flatfsdp.errors import ConfigValueError, UsageError
-from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.data_loading import Loader
+from flatfsdp.trainer.fused_loss import fused
+from flatfsdp.trainer.instantiate import collate_for, make
 from flatfsdp.trainer.model.sharding import shard
+from flatfsdp.trainer.objectives import Objective, objective_for
 from flatfsdp.trainer.optimizers import make_optimizer
 from flatfsdp.trainer.terminal import size_in_words
 
@@ -67,6 +72,8 @@ class MemoryEstimate:
         optimizer_unknown: the reason why the optimizer's state cannot be estimated; "" where it can.
         units: the units of the model, as `flatfsdp.summary` shows them.
         plan: the figures, in bytes.
+        activations: which modules hold them, as text; "" where they are not estimated.
+        activations_unknown: the reason why they cannot be estimated; "" where they can, or nobody asked.
     """
 
     ranks: int
@@ -77,11 +84,13 @@ class MemoryEstimate:
     optimizer_unknown: str
     units: str
     plan: flatfsdp.Plan
+    activations: str = ""
+    activations_unknown: str = ""
 
     def render(self) -> str:
         """The estimate as text: the units, memory and traffic of a rank, and the parts that are left out."""
-        blocks = (self._title(), self.units, *map("\n".join, (self._memory(), self._traffic(), self._left_out())))
-        return "\n\n".join(blocks)
+        parts = (self._memory(), *self._with_activations(), self._traffic(), self._left_out())
+        return "\n\n".join((self._title(), self.units, *map("\n".join, parts)))
 
     def _title(self) -> str:
         where = "accelerators, NCCL" if self.accelerator else "CPUs, gloo"
@@ -109,6 +118,13 @@ class MemoryEstimate:
             rows.append(("of which on the host", size_in_words(plan.params + state), size_in_words(host + state)))
         return _aligned(rows, right=(1, 2))
 
+    def _with_activations(self) -> Iterator[list[str]]:
+        if self.plan.reserved is not None and self.plan.in_use is not None:
+            peaks = size_in_words(self.plan.in_use), size_in_words(self.plan.reserved)
+            rows = [("the accelerator's memory, with activations", "in use", "reserved"), ("peak of a step", *peaks)]
+            yield _aligned(rows, right=(1, 2))
+            yield self.activations.split("\n")
+
     def _traffic(self) -> list[str]:
         traffic = self.plan.comm.items()
         rows = [(_KINDS.get(kind, kind), f"{calls:,}", size_in_words(size)) for kind, (calls, size) in traffic]
@@ -116,14 +132,24 @@ class MemoryEstimate:
         return _aligned([("sent per step", "calls", "bytes"), *rows], right=(1, 2))
 
     def _left_out(self) -> Iterator[str]:
-        yield "Not included: activations; temporary memory of the optimizer step; torch, the backend and fragmentation."
-        if self.optimizer_unknown:
-            yield f"Not included, either: the optimizer's state: {self.optimizer_unknown}"
+        if self.plan.reserved is not None:
+            left_out = "in what is reserved: the context of CUDA, the communication library, compiled code."
+        else:
+            left_out = "activations; temporary memory of the optimizer step; torch, the backend and fragmentation."
+        yield f"Not included{':' * (self.plan.reserved is None)} {left_out}"
+        for what, why in (("the optimizer's state", self.optimizer_unknown), ("activations", self.activations_unknown)):
+            if why:
+                yield f"Not included, either: {what}: {why}"
         yield "Each unit is assumed to run once, in the order in which the model declares them."
 
 
 def forecast(
-    make_model: Callable[[], nn.Module], *, fsdp: FSDPArguments, training: TrainingArguments, ranks: int
+    make_model: Callable[[], nn.Module],
+    *,
+    fsdp: FSDPArguments,
+    training: TrainingArguments,
+    ranks: int,
+    task: Task | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory and traffic of rank 0 in each training step of a run on `ranks` ranks.
 
@@ -136,9 +162,11 @@ def forecast(
         training: how it is trained; only the optimizer, microbatches, clipping and the device matter ("auto": that of
             this machine).
         ranks: the number of ranks of the run.
+        task: whose data and objective activations are estimated with, by `loss_of_samples`; None: without activations.
 
     Raises:
-        ConfigTypeError, ConfigValueError: as in the run: arguments that contradict the model or the number of ranks.
+        ConfigTypeError, ConfigValueError: as in the run: arguments that contradict the model or the number of ranks; a
+            `task` without an accelerator.
         UsageError: this process is a rank of a job already.
     """
     if ranks < 1:
@@ -146,19 +174,80 @@ def forecast(
     with torch.device("meta"):
         model = make_model()
     accelerator, microbatches = _on_accelerators(training), _microbatches(training, ranks)
-    unknown = ""
-    with flatfsdp.dry_run(ranks, accelerator=accelerator):
+    loss = None if task is None else loss_of_samples(task, training, model)
+    activations = ""
+    with flatfsdp.dry_run(ranks, accelerator=accelerator, activations=task is not None) as recorded:
         sharded = shard(model, fsdp, device=torch.device("cpu"))
         optimizer = make_optimizer(sharded, training)
-        try:
-            plan = flatfsdp.memory_plan(sharded, optimizer, microbatches=microbatches, max_norm=training.clip)
-        except UsageError as error:
-            unknown = str(error)
+
+        def plan_of(optimizer: Any, loss: Loss | None) -> flatfsdp.Plan:
             sharded.zero_grad()
-            plan = flatfsdp.memory_plan(sharded, microbatches=microbatches, max_norm=training.clip)
+            return flatfsdp.memory_plan(
+                sharded, optimizer, microbatches=microbatches, max_norm=training.clip, loss=loss
+            )
+
+        plan, unknown, unseen = _with_what_works(plan_of, optimizer, loss)
+        if loss is not None and not unseen:
+            loss(sharded).backward()
+            activations = str(recorded)
         units = flatfsdp.summary(sharded, compact=True)
     kind = type(optimizer).__name__
-    return MemoryEstimate(ranks, microbatches, accelerator, fsdp.cpu_offload, kind, unknown, units, plan)
+    offload = fsdp.cpu_offload
+    return MemoryEstimate(ranks, microbatches, accelerator, offload, kind, unknown, units, plan, activations, unseen)
+
+
+Loss = Callable[[Any], Tensor]  # of a model
+_Made = TypeVar("_Made")
+
+
+def _with_what_works(made: Callable[[Any, Any], _Made], optimizer: Any, loss: Any) -> tuple[_Made, str, str]:
+    """`made(optimizer, loss)`, with None for those of the two that do not work in a dry run, and the reasons."""
+    try:
+        return made(optimizer, loss), "", ""
+    except UsageError:
+        found = []
+    for alone in ((optimizer, None), (None, loss)):
+        try:
+            made(*alone)
+            found.append("")
+        except UsageError as error:
+            found.append(str(error))
+    unknown, unseen = found
+    return made(None if unknown else optimizer, None if unseen else loss), unknown, unseen
+
+
+def loss_of_samples(task: Task, training: TrainingArguments, model: nn.Module) -> Loss:
+    """The loss, inside a dry run, of a sharded `model` for a microbatch of the first samples of the run, which are read
+    here. Whole numbers keep their values, which a model may look at; others have shapes alone.
+
+    Raises:
+        ConfigValueError: there are no samples. Exceptions of the data propagate.
+    """
+    objective = make(task, "objective") or objective_for(model)
+    data = make(task, "train_data")
+    options: dict[str, Any] = {"shuffle": training.shuffle, "seed": training.seed}
+    with Loader(data, batch=training.batch, collate=collate_for(task), weigh=objective.weight, **options) as loader:
+        step = loader.next_step()
+    if step is None:
+        raise ConfigValueError("train_data: there is no sample to estimate activations with")
+    inputs = step.microbatches[0].inputs
+
+    @functools.lru_cache(1)
+    def objective_of(sharded: Any) -> Objective:
+        return fused(objective, sharded) if training.fused_loss else objective
+
+    return lambda sharded: objective_of(sharded).loss(sharded, _without_values(inputs))
+
+
+def _without_values(inputs: Any) -> Any:
+    """`inputs` with tensors of the dry run in place of all floating-point tensors in dicts, lists and tuples."""
+    if isinstance(inputs, Tensor):
+        return torch.empty(inputs.shape, dtype=inputs.dtype) if inputs.is_floating_point() else inputs
+    if isinstance(inputs, Mapping):
+        return {key: _without_values(value) for key, value in inputs.items()}
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*map(_without_values, inputs))
+    return type(inputs)(map(_without_values, inputs)) if isinstance(inputs, (list, tuple)) else inputs
 
 
 def _on_accelerators(training: TrainingArguments) -> bool:
@@ -179,14 +268,15 @@ def compared(
     ranks: int,
     node: int = 8,
     memory: int | None = None,
+    task: Task | None = None,
 ) -> str:
     """Ways to shard the model of a run on `ranks` ranks, with a recommendation, as text: `flatfsdp.advise` with the
     settings of the run except `strategy`, `replicas` and `layout`, and with the units "none", "auto" and its own.
 
     Args:
-        make_model, fsdp, training: as for `forecast`.
+        make_model, fsdp, training, task: as for `forecast`.
         node: ranks on a node.
-        memory: bytes that a rank has.
+        memory: bytes that a rank has, with a `task` for all that the allocator reserves.
 
     Raises:
         ConfigTypeError, ConfigValueError, UsageError: as `flatfsdp.advise`.
@@ -201,7 +291,7 @@ def compared(
         chosen = dataclasses.replace(fsdp, strategy=strategy, replicas=replicas, units=way.policy, layout=way.given)
         return shard(copied, chosen, device=torch.device("cpu"))
 
-    def advice(optimizer: Callable[[Any], Any] | None) -> flatfsdp.Advice:
+    def advice(optimizer: Callable[[Any], Any] | None, loss: Loss | None) -> flatfsdp.Advice:
         return flatfsdp.advise(
             model,
             ranks=ranks,
@@ -214,12 +304,13 @@ def compared(
             accelerator=_on_accelerators(training),
             microbatches=_microbatches(training, ranks),
             max_norm=training.clip,
+            loss=loss,
         )
 
-    try:
-        return str(advice(lambda it: make_optimizer(it, training)))
-    except UsageError as error:
-        return f"{advice(None)}\n\nNot included: the optimizer's state: {error}"
+    loss = None if task is None else loss_of_samples(task, training, model)
+    found, unknown, unseen = _with_what_works(advice, lambda it: make_optimizer(it, training), loss)
+    reasons = (("the optimizer's state", unknown), ("activations", unseen))
+    return "\n\n".join([str(found), *(f"Not included: {what}: {why}" for what, why in reasons if why)])
 
 
 def on_meta(model: nn.Module) -> nn.Module:

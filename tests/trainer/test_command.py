@@ -49,6 +49,22 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     assert "each unit: FULL_SHARD, 64 x 1, float32 in rows" in shown
 
 
+def test_a_plan_for_accelerators_that_are_not_there_includes_activations(
+    no_ranks: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--device", "cuda", "--world-size", "2", "--activations", "--objective", "flatfsdp.trainer:CausalLM"]
+    assert train.main([*OWN, *options, "--dry-run", "--units", "blocks", "--fused-loss"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 ranks (accelerators, NCCL), AdamW" in shown
+    assert re.search(r"with activations +in use +reserved\npeak of a step +[\d.]+ MiB +[\d.]+ MiB\n", shown)
+    assert re.search(r"TransformerEncoderLayer +blocks.0 +2 .* of the forward", shown)
+    assert "Not included: activations" not in shown
+    assert train.main([*OWN, *options, "--advise", "--node", "1", "--memory", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("in use +reserved", shown) and "fit into 1.0 GiB" in shown
+    assert not list(tmp_path.iterdir()), "no folder is made"
+
+
 def test_advice_compares_ways_to_shard_the_model(
     no_ranks: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -93,6 +109,9 @@ def test_advice_compares_ways_to_shard_the_model(
         ("--measure", "argument --measure: got True, but it applies only with --dry-run"),
         ("--memory 80", "argument --memory: got 80.0, but it applies only with --advise"),
         ("--world-size 8", "argument --world-size: got 8, but it applies only with --dry-run and --advise"),
+        ("--activations", "argument --activations: got True, but it applies only with --dry-run and --advise"),
+        ("--dry-run --activations", "argument --activations: got True, but what CPUs allocate for them is not known."),
+        ("--dry-run --world-size 2 --device nosuch", "argument --device: torch knows no 'nosuch' devices"),
         ("--advise --dry-run", "argument --advise: got True, but it cannot be combined with --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
         ("--model os:path --train-data os:path", "argument --model: os:path gives a module. Accepted: a torch.nn"),

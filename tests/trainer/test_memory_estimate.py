@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp.trainer.arguments import FSDPArguments, TrainingArguments
+from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.model.fronts import without_reductions
 from flatfsdp.trainer.model.sharding import shard
@@ -113,6 +113,26 @@ def test_a_forecast_comes_true(run: Run, job: Job) -> None:
     units = found.pop("units")
     assert {name: getattr(foretold, name) for name in found} == found
     assert len(foretold.units) == units
+
+
+class ByValue(nn.Module):
+    """Whose forward depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y.square().mean() if y.sum() > 0 else y.mean()
+
+
+def test_activations_that_depend_on_values_are_left_out_with_the_reason() -> None:
+    task = Task(model=ByValue, train_data=[torch.ones(4) for _ in range(8)])
+    arguments: dict[str, Any] = {"fsdp": FSDPArguments(units="none"), "training": TrainingArguments(device="cuda")}
+    found = forecast(ByValue, ranks=8, task=task, **arguments)
+    assert found.plan == forecast(ByValue, ranks=8, **arguments).plan
+    assert "activations: memory_plan(): the forward or backward of loss= fails on tensors" in found.render()
 
 
 def test_a_model_that_is_there_is_foretold_without_a_change() -> None:
