@@ -37,7 +37,6 @@ from .block_reducer import Step
 from .deterministic_sums import DeterministicSums, running_index
 
 Memory = tuple[weakref.ref[torch.Tensor], tuple[int, ...]]  # a tensor, and versions that show writes to it
-Buffers = dict[tuple[int, str], tuple[torch.Tensor, int]]  # with their versions, by number of the entry and name
 Checksums = dict[str, int]  # of one microbatch, by words, in the order in which they were taken
 
 OF_UNIT = " of unit "
@@ -77,8 +76,8 @@ class Audit:
         AuditError: in a step or in a forward, on all ranks.
         ConfigTypeError, ConfigValueError: not such an argument.
         UsageError: no `deterministic_sums=True`, an audit that is there already, a nested wrapper, or inside of a
-            `microbatch`; in a step: it is one in a backward, a forward writes to buffers, or microbatches of it ran
-            before the audit was constructed, or its number set.
+            `microbatch`; in a step: it is one in a backward, or microbatches of it ran before the audit was
+            constructed, or its number set.
 
     Example (in a process group of one rank):
         >>> import torch, flatfsdp
@@ -326,13 +325,10 @@ class Audit:
         """The checksums of a microbatch that this rank computes again. Collective."""
         device = model.resources.device
         forked: Any = {"device_type": device.device.type, "devices": [device.device]} if device.has_streams else {}
-        before, again = _buffers_of(model), Checksums()
-        self._again = again
+        self._again = again = Checksums()
         try:
             with fork_rng(**({"devices": []} | forked)), torch.enable_grad(), self._sums.again(index, of):
                 self._run(index)
-            if written := _written(before, _buffers_of(model)):
-                raise UsageError(f"Audit: a forward writes to buffers ({few(written)}), which other ranks do not see")
         except BaseException as error:
             agreement_of(model.agreement).leave("the microbatch of an audit", error)  # others may wait for this rank
             raise
@@ -384,21 +380,6 @@ def _plain(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (dict, list, tuple)):  # as of the matrices of one parameter
         return [each for inside in (value.values() if isinstance(value, dict) else value) for each in _plain(inside)]
     return [value] if isinstance(value, torch.Tensor) and value.layout is torch.strided else []
-
-
-def _buffers_of(model: Model) -> Buffers:
-    entries = enumerate(model.outermost.entries)
-    return {(number, name): (each, each._version) for number, entry in entries for name, each in entry.named_buffers()}
-
-
-def _written(before: Buffers, after: Buffers) -> list[str]:
-    """The names of buffers that were written to, replaced, added or removed."""
-    changed = []
-    for key in {**before, **after}:
-        (one, version), (other, later) = before.get(key, (None, 0)), after.get(key, (None, 0))
-        if one is not other or version != later:
-            changed.append(key[1])
-    return changed
 
 
 def _add_to(found: Checksums, name: str, value: int) -> None:

@@ -13,10 +13,13 @@ gradient in a microbatch counts as zero there, and so does a unit that it does n
 
 from __future__ import annotations
 
+import platform
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,8 +32,10 @@ from ..base.events import Observer
 from ..base.overrides import Override
 from ..comm.axes import Axis
 from ..comm.sum_tree import SumTree
+from ..flat.flat_param import FlatParameter
 from ..flat.gradients import Gradients
 from ..guards import optimizer_hooks
+from ..models.param_registry import owner_of
 from ..runtime.model import Model, model_of
 from ..runtime.unit import Unit
 from ..runtime.unit_state import Resolved
@@ -140,16 +145,27 @@ class DeterministicSums(Observer):
         kernels, model = torch.backends.cpu.get_cpu_capability(), self._model()
         if model is not None and (device := model.resources.device).has_streams and device.device.type == "cuda":
             kernels = f"{kernels}, {torch.get_device_module(device.device).get_device_name(device.device)}"
-        return (
-            f"deterministic_sums=True with torch {torch.__version__}, {torch.get_num_threads()} threads, {kernels}, "
-            f"float32 products of {torch.get_float32_matmul_precision()} precision"
-            f"{', deterministic algorithms' if torch.are_deterministic_algorithms_enabled() else ''}"
+        switches = {
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "no mkldnn": not torch.backends.mkldnn.enabled,
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        }
+        return ", ".join(
+            (
+                f"deterministic_sums=True with torch {torch.__version__}",
+                f"{torch.get_num_threads()} threads",
+                f"{kernels} of {_processor()}",
+                f"float32 products of {torch.get_float32_matmul_precision()} precision",
+                *(name for name, is_on in switches.items() if is_on),
+            )
         )
 
     # -- setup -------------------------------------------------------------------------------------------------------
 
     def setup_begins(self, units: Sequence[Unit]) -> None:
         self._threads = torch.get_num_threads()
+        _check_outside_of_units(units[-1])
         axes = {(unit.axes.own.shard.ranks, _ranks_of(unit.axes.own.replicate)) for unit in units}
         for unit in units:
             _check_unit(unit, alone=len(axes) == 1)
@@ -442,6 +458,76 @@ def attach_deterministic_sums(model: Model, nested: Iterable[Unit]) -> None:
     found = [model_of(unit).observers.find(DeterministicSums) is not None for unit in nested]
     if model.setup.settings.deterministic_sums or any(found):
         model.observers.add(DeterministicSums(model))
+        model.observers.add(_WrittenBuffers(model))
+
+
+class _WrittenBuffers(Observer):
+    """Refuses forwards that write to buffers: these would follow from the microbatches of one rank.
+
+    The first forward may fill caches. It looks at the second one, and then leaves.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = weakref.ref(model)
+        self._before: dict[tuple[int, str], tuple[torch.Tensor, int]] | None = None
+        self._forwards = 0
+
+    def forward_begins(self, unit: Unit, inputs: Any, *, outermost: bool) -> None:
+        if outermost and _running.value is not None:
+            self._forwards += 1
+            self._before = self._buffers() if self._forwards > 1 else None
+
+    def forward_ended(self, unit: Unit, output: Any, *, outermost: bool) -> None:
+        if not outermost or self._before is None or (model := self._model()) is None:
+            return
+        before, after, self._before = self._before, self._buffers(), None
+        model.observers.remove(self)
+        nothing = None, 0
+        written = []
+        for key in {**before, **after}:
+            (one, version), (other, later) = before.get(key, nothing), after.get(key, nothing)
+            if one is not other or version != later:
+                written.append(key[1])
+        if written:
+            raise UsageError(
+                f"deterministic_sums=True: a forward writes to buffers ({few(written)}), which then follow from the "
+                "microbatches of this rank, and are others on another number of ranks. Use modules without such "
+                "buffers, as GroupNorm or LayerNorm, or write to them between steps, alike on all ranks"
+            )
+
+    def _buffers(self) -> dict[tuple[int, str], tuple[torch.Tensor, int]]:
+        """The buffers, with their versions, by number of the entry and name."""
+        model = self._model()
+        entries = enumerate(model.outermost.entries if model is not None else ())
+        named = ((number, name, each) for number, entry in entries for name, each in entry.named_buffers())
+        return {(number, name): (each, each._version) for number, name, each in named}
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """The model of this machine's processor, as far as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or platform.machine())
+
+
+def _check_outside_of_units(outermost: Unit) -> None:
+    """Refuse gradients of which nobody adds up microbatches."""
+    outside = [
+        name
+        for entry in outermost.entries
+        for name, each in entry.named_parameters()
+        if each.requires_grad and not isinstance(each, FlatParameter) and owner_of(each) is None
+    ]
+    if outside:
+        raise UsageError(
+            f"deterministic_sums=True: no unit holds {few(outside)}, which are trained: autograd adds up gradients of "
+            "this rank's microbatches in their order, and nobody divides by their number. Freeze them, or do not "
+            "ignore them"
+        )
 
 
 def _ranks_of(axis: Axis | None) -> tuple[int, ...]:
