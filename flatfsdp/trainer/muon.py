@@ -40,7 +40,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, groups: Sequence[dict[str, Any]], *, lr: float, weight_decay: float, **only_muon: Any
     ) -> None:
-        if any(isinstance(each, flatfsdp.FlatParameter) for group in groups for each in group["params"]):
+        if any(getattr(each, "_fsdp_flattened", False) for group in groups for each in group["params"]):
             raise ConfigValueError(
                 "optimizer: muon steps on matrices, but the model has flat parameters. Set use_orig_params=True"
             )

@@ -122,7 +122,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = len(shapes[name]) >= 2 or isinstance(parameter, flatfsdp.FlatParameter)
+            decays = len(shapes[name]) >= 2 or getattr(parameter, "_fsdp_flattened", False)
             (decaying if decays else others).append(parameter)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ def test_steps_have_the_bits_of_one_process(front: str, make: Any, pool3: Run) -
         (2, {"sharding_strategy": "SHARD_GRAD_OP", "clip": True, "accumulate": True}),
         (4, {"sharding_strategy": "HYBRID_SHARD"}),
         (2, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
+        (2, {"foreach": True, "bucket_bytes": 800}),
     ],
 )
 def test_steps_under_other_settings(world: int, settings: dict[str, Any], run: Run) -> None:
-    results = run(world, trained, "wrapper", adafactor, tensors=True, sees="tensors", **settings)
+    make = partial(adafactor, foreach=settings.pop("foreach", None))
+    results = run(world, trained, "wrapper", make, tensors=True, sees="tensors", **settings)
     assert [line for each in results for line in each] == []
 
 

@@ -249,22 +249,6 @@ def test_a_matrix_in_two_groups_is_refused_as_by_torch(pool2: Run) -> None:
     pool2(_given_twice)
 
 
-def _removed_twice(rank: int, world: int) -> None:
-    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False)), use_orig_params=True)
-    first = flatfsdp.matrix_steps(partial(torch.optim.Muon), model.parameters())
-    for _ in range(2):
-        first.remove()
-    steps = flatfsdp.matrix_steps(first.optimizer)
-    first.remove()  # does not end what came since
-    model(torch.ones(2, 4)).sum().backward()
-    steps.optimizer.step()
-    assert len(steps.plans) == 1
-
-
-def test_steps_are_removed_twice(pool2: Run) -> None:
-    pool2(_removed_twice)
-
-
 def _changed_before_a_step(rank: int, world: int) -> None:
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False)), use_orig_params=True)
     steps = flatfsdp.matrix_steps(partial(torch.optim.Muon, weight_decay=0.0), model.parameters())

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
+from flatfsdp.engine.features.matrix_states import at_owner
+from flatfsdp.engine.state.optim.descriptions import KeptWhole
 from flatfsdp.errors import UsageError
 from tests.conftest import Run
 from tests.features.test_matrix_steps import whole
@@ -119,13 +121,13 @@ def test_groups_rates_freezing_state_dicts_and_copies_of_models(front: str, sees
     assert pool3(eventful, front, sees) == [[]] * 3
 
 
-def scaled(rank: int, world: int, sees: str | None) -> list[int]:
+def scaled(rank: int, world: int, sees: str | None, scaler_class: Any = ShardedGradScaler) -> list[int]:
     """Steps with scaled losses, of which one is skipped for a gradient that only one rank sees overflow."""
     program = Program("wrapper", sees)
-    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    scaler = scaler_class("cpu", init_scale=1024.0)
     for number in range(4):
         program.backward(rank, number, scaler)
-        if number == 1 and rank == 1:
+        if number == 1 and rank == world - 1:
             next(each.grad for each in program.params[0] if each.numel()).fill_(float("inf"))
         scaler.unscale_(program.optimizers[0])
         program.share_gradients()
@@ -142,6 +144,45 @@ def scaled(rank: int, world: int, sees: str | None) -> list[int]:
 @pytest.mark.parametrize("sees", WAYS)
 def test_a_step_is_skipped_where_any_rank_has_an_overflow(sees: str | None, pool2: Run) -> None:
     assert pool2(scaled, sees) == [[]] * 2
+
+
+@pytest.mark.parametrize("sees", WAYS)
+def test_torchs_own_scaler_skips_a_step_on_one_rank(sees: str | None, run: Run) -> None:
+    assert run(1, scaled, sees, torch.amp.GradScaler) == [[]]
+
+
+def replaced(rank: int, world: int) -> list[bool]:
+    """Whether matrices of new models, in the memory of earlier ones, are given out freely."""
+    optimizer: Any = None
+    found = []
+    for _ in range(6):
+        model = FullyShardedDataParallel(nn.Linear(6, 6, bias=False), use_orig_params=True)
+        (weight,) = model.parameters()
+        if optimizer is None:
+            steps = flatfsdp.matrix_steps(muon, [weight], owners={weight: 0})
+            optimizer = steps.optimizer
+        optimizer.param_groups[0]["params"] = [weight]
+        optimizer.state.clear()
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        found.append(steps.plans[0].matrices[0].asked is None)
+        del model, weight
+        gc.collect()
+    return found
+
+
+def test_an_owner_is_that_of_a_parameter_and_not_of_its_id(run: Run) -> None:
+    assert run(1, replaced) == [[False] + [True] * 5]
+
+
+def test_step_counts_at_owners_are_where_kernels_read_them() -> None:
+    """As `load_state_dict()` of torch does it: states come from a state dict on the CPU."""
+    count, device = torch.tensor(3.0), torch.device("meta")
+    of_group = {"capturable": True}, {"fused": True}, {"capturable": False, "fused": None}, {}
+    assert [at_owner(count, group, device).device.type for group in of_group] == ["meta", "meta", "cpu", "cpu"]
+    assert at_owner(4, {"capturable": True}, device) == 4
+    rows = torch.ones(2).as_subclass(KeptWhole)
+    assert at_owner(rows, {}, device).is_meta and type(at_owner(rows, {}, device)) is Tensor
 
 
 def compiled(rank: int, world: int, sees: str | None) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
+from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.memory_estimate import forecast, on_meta
 from flatfsdp.trainer.model.fronts import without_reductions
@@ -140,3 +141,11 @@ def test_a_model_that_is_there_is_foretold_without_a_change() -> None:
     arguments: dict[str, Any] = {"fsdp": FSDPArguments(), "training": TrainingArguments(device="cpu"), "ranks": 8}
     assert forecast(lambda: on_meta(model), **arguments) == forecast(tied, **arguments)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_a_forecast_refuses_what_the_run_refuses() -> None:
+    """In a dry run, flat parameters have another class: Muon would be planned without any matrix."""
+    arguments: dict[str, Any] = {"fsdp": FSDPArguments(use_orig_params=False)}
+    arguments["training"] = TrainingArguments(device="cpu", optimizer="muon")
+    with pytest.raises(ConfigValueError, match="muon steps on matrices, but the model has flat parameters"):
+        forecast(mlp, ranks=2, **arguments)

@@ -18,7 +18,7 @@ all are back, a byte of each rank is its report of a failure, and all of them ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,11 +29,10 @@ from ...errors import AgreementError, UsageError, by_ranks, ranks_in_words
 from ..agreement.object_collectives import all_or_none, description_of
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
-from ..device.streams import DONE, PendingWork
 from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import ParamSpec, Span
-from ..planning.owners import OwnerPlan, Piece
+from ..planning.owners import OwnerPlan, Piece, elements_of
 from ..runtime.unit import Unit
 from ..transports.all_to_all import start_all_to_all
 from ..transports.blocking import all_reduce_now, gather_now
@@ -146,8 +145,8 @@ class Work(Protocol):
         """The dtype of what is sent in both directions."""
 
     def state_of(self, entry: Entry) -> int:
-        """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, or 0; and `OTHER_STATE`
-        if it has not the shape of the part."""
+        """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, `OTHER_STATE` if one
+        that has not the shape of the part, or 0."""
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Called at the beginning of a step, with the matrices that have a gradient on any rank."""
@@ -223,29 +222,23 @@ class MatrixExchange:
                     f"{self.entries[index].slot.parameter.dtype}, as the parameter is. Use matrix_steps without "
                     "keep_low_precision_grads=True"
                 )
-            if unlike := [member for member, flag in enumerate(of_members) if flag & OTHER_STATE]:
+            all_of_it, parts, others = (
+                [member for member, flag in enumerate(of_members) if flag & kind]
+                for kind in (WITH_STATE, IN_PARTS, OTHER_STATE)
+            )
+            ours, owner = {*having, *lacking}, self.plan.owners[index]
+            fits = not all_of_it if parts else all_of_it in ([], [owner])
+            if others or not fits or (parts and not ours <= {*parts}):
+                without = sorted(ours.difference(all_of_it, parts, others))
+                of_kinds = {"all of it": all_of_it, "its part": parts, "another shape": others, "nothing": without}
+                found_states = "; ".join(f"{self._named(each)} of {kind}" for kind, each in of_kinds.items() if each)
                 raise UsageError(
-                    f"matrix_steps: {self._named(unlike)} has optimizer state of {name} whose shape is not that of its "
-                    "part of the parameter: it is of another rank, or of a step on whole matrices. Load by name "
-                    "(optim_state_dict_to_load() of the wrapper, or checkpoint.load) on all ranks"
+                    f"matrix_steps: ranks with elements of {name} have optimizer state of their parts of it, or its "
+                    f"owner, {self._named([owner])}, of all of it; found: {found_states}. Load by name "
+                    "(optim_state_dict_to_load() of the wrapper, or checkpoint.load) on all ranks, or pass the owners "
+                    "with which it was made as owners="
                 )
-            strangers = [member for member, flag in enumerate(of_members) if flag & WITH_STATE]
-            parts = [member for member, flag in enumerate(of_members) if flag & IN_PARTS]
             in_parts = in_parts or bool(parts)
-            if parts and not {*having, *lacking} <= {*parts}:
-                without = sorted({*having, *lacking} - {*parts})
-                raise UsageError(
-                    f"matrix_steps: {self._named(parts)} has optimizer state of its part of {name}, but "
-                    f"{self._named(without)}, with elements of it, has none. Load states on all ranks"
-                )
-            if strangers and (parts or strangers != [self.plan.owners[index]]):
-                raise UsageError(
-                    f"matrix_steps: {self._named(strangers)} has optimizer state of {name}, "
-                    f"whose owner is {self._named([self.plan.owners[index]])}"
-                    f"{f', and {self._named(parts)} of parts of it' if parts else ''}: it was loaded with other "
-                    "owners, or on some ranks only. Load by name (optim_state_dict_to_load() of the wrapper, or "
-                    "checkpoint.load) on all ranks, or pass the owners with which it was made as owners="
-                )
             if having:
                 present.append(index)
         return frozenset(present), in_parts
@@ -286,21 +279,46 @@ class MatrixExchange:
             ahead[-1].finish()
         return failed
 
-    def exchange(
+
+class Pieces:
+    """Pieces of matrices on their way between the ranks of a transport. Making it is collective.
+
+    Attributes:
+        free: no longer counts their memory.
+
+    Args:
+        over: the transport.
+        going, coming: for each of its ranks the pieces that it gets from this one, and this one from it.
+        read: for a piece that is sent, its elements in each of `count` tensors.
+        dtype: of these.
+    """
+
+    def __init__(
         self,
         over: Transport,
-        sections: Sequence[torch.Tensor],
-        coming: Sequence[int],
-        going: Sequence[int],
+        going: Sequence[Sequence[Piece]],
+        coming: Sequence[Sequence[Piece]],
+        read: Callable[[int, Span], Sequence[torch.Tensor]],
         dtype: torch.dtype,
+        *,
+        count: int = 1,
         category: str = "all_to_all",
-    ) -> tuple[PendingWork, torch.Tensor]:
-        """Start to send `sections`, of which `going` numbers are for each rank, and to receive `coming` ones of each:
-        the work, and the memory for these. Collective."""
-        device = self.transport.device.device
-        arrived = torch.empty(sum(coming), dtype=dtype, device=device)
-        sent = torch.cat([*sections]) if sections else torch.empty(0, dtype=dtype, device=device)
-        return start_all_to_all(over, arrived, sent, coming, going, category=category), arrived
+    ) -> None:
+        arriving, sending = ([count * elements_of([pieces]) for pieces in each] for each in (coming, going))
+        sections = [each for index, span in each_piece(going) for each in read(index, span)]
+        device = over.device.device
+        sent = torch.cat(sections) if sections else torch.empty(0, dtype=dtype, device=device)
+        self._arrived = torch.empty(sum(arriving), dtype=dtype, device=device)
+        self._work = start_all_to_all(over, self._arrived, sent, arriving, sending, category=category)
+        self._coming, self._count = [*each_piece(coming)], count
+        self.free = over.tracker.allocate(MATRICES, sent.nbytes + self._arrived.nbytes)
+
+    def arrive(self) -> Iterator[tuple[int, Span, torch.Tensor]]:
+        """Wait for those that come: each with its elements, a row for each tensor."""
+        self._work.wait()
+        of_pieces = self._arrived.split([self._count * span.numel for _, span in self._coming])
+        for (index, span), elements in zip(self._coming, of_pieces, strict=True):
+            yield index, span, elements.view(self._count, span.numel)
 
 
 class _Bucket:
@@ -314,14 +332,10 @@ class _Bucket:
         self._plan, self._rank, member = exchange.plan, exchange.rank, exchange.member
         self._spans = {index: self._plan.matrices[index].span_of(self._rank) for index in indices}
         self._moves = self._plan.is_exchanged(indices, member)
-        self._outgoing = [*each_piece(self._plan.outgoing(indices, member))]
-        self._incoming = [*each_piece(self._plan.incoming(indices, member))]
-        self._going = counted(self._plan.outgoing(indices, member))
-        self._coming = counted(self._plan.incoming(indices, member))
+        self._outgoing, self._incoming = self._plan.outgoing(indices, member), self._plan.incoming(indices, member)
         self._owned = [index for index in indices if self._plan.owners[index] == member]
         self._dtype = work.dtype_of(self._entries[indices[0]].slot)
-        self._arriving: PendingWork = DONE
-        self._arrived = torch.empty(0)
+        self._pieces: Pieces | None = None  # on their way
         self._numbers: dict[int, Sequence[torch.Tensor]] = {}  # of this rank's elements
         self._results: dict[int, torch.Tensor] = {}  # for all elements of its matrices; then for its elements
         self._held: list[Callable[[], None]] = []  # to be called when counted memory is free
@@ -332,10 +346,8 @@ class _Bucket:
             if not span.is_empty:
                 self._numbers[index] = self._begin(index, span)
         if self._moves:
-            sections = [each for index, _ in self._outgoing for each in self._numbers[index]]
-            each = self._work.sent
-            coming, going = [each * count for count in self._coming], [each * count for count in self._going]
-            self._between(sections, coming, going)
+            ways = self._exchange.transport, self._outgoing, self._incoming
+            self._pieces = Pieces(*ways, lambda i, _: self._numbers[i], self._dtype, count=self._work.sent)
         self._numbers = {index: self._numbers[index] for index in self._owned if index in self._numbers}
 
     def _begin(self, index: int, span: Span) -> Sequence[torch.Tensor]:
@@ -349,17 +361,7 @@ class _Bucket:
 
     def compute(self) -> None:
         """Wait for what others send, and compute on this rank's matrices, unless it has failed."""
-        failed = self._failed
-        self._arriving.wait()
-        wholes = {index: self._whole(index) for index in self._owned}
-        self._numbers = {}
-        arrived, self._arrived = self._arrived, torch.empty(0)
-        for index, span in self._incoming:
-            for numbers in wholes[index].numbers:
-                numbers[span.slice].copy_(arrived[: span.numel])
-                arrived = arrived[span.numel :]
-        del arrived
-        self._free(self._held[:1] if self._moves else [])
+        failed, wholes = self._failed, self._wholes()
         results: Sequence[torch.Tensor] = []
         # Other ranks wait for results, so a failure is reported when all have come back. [Note: failed owners]
         try:
@@ -371,46 +373,52 @@ class _Bucket:
             results = [self._work.unchanged(whole) for whole in wholes.values()]
         self._results = dict(zip(wholes, results, strict=True))
 
-    def _whole(self, index: int) -> Whole:
-        """A matrix of this rank with the numbers that are here already: in place if that is all of them."""
+    def _wholes(self) -> dict[int, Whole]:
+        """This rank's matrices with their numbers: in place if all of these were here."""
+        wholes = {index: self._begun(index) for index in self._owned}
+        self._numbers = {}
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            for index, span, elements in pieces.arrive():
+                for numbers, arrived in zip(wholes[index].numbers, elements, strict=True):
+                    numbers[span.slice].copy_(arrived)
+            pieces.free()
+        return wholes
+
+    def _begun(self, index: int) -> Whole:
+        """A matrix of this rank with the numbers that were here."""
         matrix, span = self._plan.matrices[index], self._spans[index]
         own = self._numbers.get(index, ())
         if span.numel == matrix.numel:
             return Whole(self._entries[index], tuple(own))
-        device = self._exchange.transport.device.device
+        device, tracker = self._exchange.transport.device.device, self._exchange.transport.tracker
         made = [torch.empty(matrix.numel, dtype=self._dtype, device=device) for _ in range(self._work.sent)]
-        self._hold(*made)
+        self._held.append(tracker.allocate(MATRICES, sum(each.nbytes for each in made)))
         for numbers, here in zip(made, own, strict=False):
             numbers[span.slice].copy_(here)
         return Whole(self._entries[index], tuple(made))
 
     def send_back(self) -> None:
         """Send results to the ranks whose elements they are for."""
-        self._arriving = DONE
         if self._moves:
-            sections = [self._results[index][span.slice] for index, span in self._incoming]
-            self._between(sections, self._going, self._coming)
+            ways = self._exchange.transport, self._incoming, self._outgoing
+            self._pieces = Pieces(*ways, lambda i, span: [self._results[i][span.slice]], self._dtype)
         self._results = {index: each[self._spans[index].slice] for index, each in self._results.items()}
 
     def finish(self) -> None:
         """Wait for results of owners in this replica, then in others, and end with this rank's elements."""
-        self._arriving.wait()
-        self._take(self._outgoing, self._arrived)
-        copies = self._plan.copies(self._indices, self._rank)
-        over = self._exchange.replicas if any(copies) else None
-        if over is not None:
+        self._take()
+        copies, over = self._plan.copies(self._indices, self._rank), self._exchange.replicas
+        if over is not None and any(copies):
             here = over.group.rank
-            own = [self._results[index] for index, _ in copies[here]]
-            coming, going = counted(copies), [sum(map(torch.Tensor.numel, own))] * len(copies)
-            coming[here] = going[here] = 0
-            self._send(over, own * (len(copies) - 1), coming, going, category="to_replicas")
+            going = [copies[here] if other != here else [] for other in range(len(copies))]
+            ways = over, going, [*copies[:here], [], *copies[here + 1 :]]
+            self._pieces = Pieces(*ways, lambda i, _: [self._results[i]], self._dtype, category="to_replicas")
         self._end()
-        if over is not None:
-            self._arriving.wait()
-            self._take(each_piece(copies[:here] + copies[here + 1 :]), self._arrived)
-            self._end()
-        self._arrived = torch.empty(0)
-        self._free([*self._held])
+        self._take()
+        self._end()
+        for free in self._held:
+            free()
 
     def _end(self) -> None:
         for index, result in self._results.items():
@@ -422,35 +430,12 @@ class _Bucket:
                 self._failed.append(error)
         self._results = {}
 
-    def _take(self, pieces: Iterable[Piece], arrived: torch.Tensor) -> None:
-        for index, span in pieces:
-            self._results[index] = arrived[: span.numel]
-            arrived = arrived[span.numel :]
-
-    def _between(self, sections: Sequence[torch.Tensor], coming: Sequence[int], going: Sequence[int]) -> None:
-        self._send(self._exchange.transport, sections, coming, going)
-
-    def _send(
-        self,
-        over: Transport,
-        sections: Sequence[torch.Tensor],
-        coming: Sequence[int],
-        going: Sequence[int],
-        category: str = "all_to_all",
-    ) -> None:
-        found = self._exchange.exchange(over, sections, coming, going, self._dtype, category=category)
-        self._arriving, self._arrived = found
-        count = self._arrived.nbytes + sum(going) * self._dtype.itemsize
-        self._held.append(self._exchange.transport.tracker.allocate(MATRICES, count))
-
-    def _hold(self, *tensors: torch.Tensor) -> None:
-        count = sum(each.nbytes for each in tensors)
-        self._held.append(self._exchange.transport.tracker.allocate(MATRICES, count))
-
-    def _free(self, held: list[Callable[[], None]]) -> None:
-        for free in held:
-            free()
-            self._held.remove(free)
+    def _take(self) -> None:
+        """Wait for results, if some are on their way."""
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            self._results |= {index: elements[0] for index, _, elements in pieces.arrive()}
+            self._held.append(pieces.free)
 
 
 def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception]) -> None:
@@ -486,8 +471,3 @@ def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception])
 def each_piece(of_ranks: Iterable[Iterable[Piece]]) -> Iterable[Piece]:
     """The pieces of all ranks, in rank order."""
     return (piece for pieces in of_ranks for piece in pieces)
-
-
-def counted(of_ranks: Iterable[Iterable[Piece]]) -> list[int]:
-    """The elements of the pieces of each rank."""
-    return [sum(span.numel for _, span in pieces) for pieces in of_ranks]

@@ -17,9 +17,9 @@ import torch
 from ...errors import AgreementError, UsageError
 from ..agreement.object_collectives import all_or_none
 from ..base import _dtensor
-from ..planning.owners import Piece
+from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole, ParamShaped, alike, value_of
-from .matrix_exchange import IN_PARTS, WITH_STATE, Entry, MatrixExchange, Slot, counted, each_piece
+from .matrix_exchange import IN_PARTS, WITH_STATE, Entry, MatrixExchange, Pieces, Slot
 
 State = dict[str, Any]
 States = dict[Any, State]
@@ -87,34 +87,30 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
 
     def describe() -> dict[int, State]:
         whole = [i for i, entry in enumerate(entries) if form_of(states, entry) == WITH_STATE]
-        return {i: _described(entries[i], whole_state(states, entries[i])) for i in whole}
+        return {i: _described(whole_state(states, entries[i]), entries[i].seen.shape) for i in whole}
 
     found = _of_all(exchange, describe)
     pieces: dict[Slot, State] = {}
     for index, description in sorted(found.items()):
         slot = entries[index].slot
         state = {name: value for name, value in description.items() if not isinstance(value, ParamShaped)}
-        _check_experts(slot, pieces.setdefault(slot, state), state)
+        if not alike(first := pieces.setdefault(slot, state), state):
+            raise UsageError(
+                f"matrix_steps: the matrices of {slot.name} have different optimizer states, {first} and {state}, "
+                "which cannot be saved as one"
+            )
     for name, dtype in _shaped(found):
         indices = [i for i in sorted(found) if found[i].get(name) == ParamShaped(dtype)]
+        for slot in {entries[i].slot: None for i in indices}:
+            made = torch.empty(slot.own().numel(), dtype=dtype, device=exchange.transport.device.device)
+            pieces[slot].setdefault(name, made)
         flats = {
             i: entries[i].seen.flat(whole_state(states, entries[i])[name])
             for i in indices
             if exchange.plan.owners[i] == exchange.rank
         }
-        going, coming = exchange.plan.incoming(indices, exchange.rank), exchange.plan.outgoing(indices, exchange.rank)
-        device = exchange.transport.device.device
-        arrived = _exchanged(exchange, indices, [flats[i][s.slice] for i, s in each_piece(going)], coming, going, dtype)
-        for i in indices:
-            slot = entries[i].slot
-            if name not in pieces[slot]:
-                pieces[slot][name] = torch.empty(slot.own().numel(), dtype=dtype, device=device)
-            span = exchange.plan.matrices[i].span_of(exchange.rank)
-            if i in flats and not span.is_empty:
-                entries[i].within(pieces[slot][name], span).copy_(flats[i][span.slice])
-        for i, span in each_piece(coming):
-            entries[i].within(pieces[entries[i].slot][name], span).copy_(arrived[: span.numel])
-            arrived = arrived[span.numel :]
+        parts = {i: pieces[entries[i].slot][name] for i in indices}
+        _move(exchange, parts, flats, dtype, to_owners=False)
     for slot, state in pieces.items():
         states.pop(slot.parameter, None)
         if slot.index in slot.handle.face.present:
@@ -124,70 +120,82 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
             }
 
 
-def to_owners(exchange: MatrixExchange, states: States) -> None:
+def to_owners(exchange: MatrixExchange, optimizer: torch.optim.Optimizer) -> None:
     """Put the states of all matrices of which ranks have parts together, each with its owner. Collective.
 
     Raises:
         AgreementError: ranks have different states of a matrix.
     """
-    entries = exchange.entries
+    entries, states = exchange.entries, optimizer.state
 
     def describe() -> dict[int, State]:
-        return {
-            i: _described_part(entry, states[entry.slot.parameter])
+        slots = {
+            i: entry.slot
             for i, entry in enumerate(entries)
             if form_of(states, entry) == IN_PARTS and not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
+        }
+        return {
+            i: _described(states[slot.parameter], slot.handle.face.local_of(slot.parameter).shape)
+            for i, slot in slots.items()
         }
 
     found = _of_all(exchange, describe)
     made = {
-        i: {name: _moved(value, exchange) for name, value in description.items() if not _is_shaped(value)}
+        i: {
+            name: at_owner(value, optimizer.param_groups[entries[i].slot.group], exchange.transport.device.device)
+            for name, value in description.items()
+            if not _is_shaped(value)
+        }
         for i, description in found.items()
         if exchange.plan.owners[i] == exchange.rank
     }
     for name, dtype in _shaped(found):
         indices = [i for i in sorted(found) if found[i].get(name) == ParamShaped(dtype)]
-        parts = {
-            i: entries[i].slot.like_own(states[entries[i].slot.parameter][name])
-            for i in indices
-            if not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
-        }
-        going, coming = exchange.plan.outgoing(indices, exchange.rank), exchange.plan.incoming(indices, exchange.rank)
+        held = {i: states.get(entries[i].slot.parameter, {}).get(name) for i in indices}
+        parts = {i: value if value is None else entries[i].slot.like_own(value) for i, value in held.items()}
         device = exchange.transport.device.device
-        sections = [entries[i].within(parts[i], span) for i, span in each_piece(going)]
-        arrived = _exchanged(exchange, indices, sections, coming, going, dtype)
-        flats: dict[int, torch.Tensor] = {}
-        for i in indices:
-            if i in made:
-                flats[i] = torch.empty(exchange.plan.matrices[i].numel, dtype=dtype, device=device)
-                made[i][name] = entries[i].seen.view(flats[i])
-                span = exchange.plan.matrices[i].span_of(exchange.rank)
-                if not span.is_empty:
-                    flats[i][span.slice].copy_(entries[i].within(parts[i], span))
-        for i, span in each_piece(coming):
-            flats[i][span.slice].copy_(arrived[: span.numel])
-            arrived = arrived[span.numel :]
+        flats = {
+            i: torch.empty(exchange.plan.matrices[i].numel, dtype=dtype, device=device) for i in indices if i in made
+        }
+        _move(exchange, parts, flats, dtype, to_owners=True)
+        for i, flat in flats.items():
+            made[i][name] = entries[i].seen.view(flat)
     for slot in {entries[i].slot: None for i in found}:
         states.pop(slot.parameter, None)
     for i, state in made.items():
         keep_whole(states, entries[i], state)
 
 
-def _exchanged(
+def _move(
     exchange: MatrixExchange,
-    indices: Sequence[int],
-    sections: Sequence[torch.Tensor],
-    coming: Sequence[Sequence[Piece]],
-    going: Sequence[Sequence[Piece]],
+    parts: Mapping[int, Any],
+    flats: Mapping[int, torch.Tensor],
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """The pieces `coming` from each rank, one after the other, for `sections`, the pieces `going` to each. Collective,
-    if any rank sends something."""
-    if not exchange.plan.is_exchanged(indices, exchange.member):
-        return torch.empty(0, dtype=dtype)
-    work, arrived = exchange.exchange(exchange.transport, sections, counted(coming), counted(going), dtype)
-    work.wait()
-    return arrived
+    *,
+    to_owners: bool,
+) -> None:
+    """Copy one state of matrices, by their indices, from `parts`, which are ordered like `Slot.own`, into `flats` of
+    their owners, or back. Collective, if any rank sends something."""
+    plan, rank, indices = exchange.plan, exchange.rank, [*parts]
+
+    def part(index: int, span: Span) -> torch.Tensor:
+        return exchange.entries[index].within(parts[index], span)
+
+    def flat(index: int, span: Span) -> torch.Tensor:
+        return flats[index][span.slice]
+
+    source, target = (part, flat) if to_owners else (flat, part)
+    ways = [plan.outgoing(indices, rank), plan.incoming(indices, rank)]
+    for index in flats:
+        own = plan.matrices[index].span_of(rank)
+        if not own.is_empty:
+            target(index, own).copy_(source(index, own))
+    if plan.is_exchanged(indices, exchange.member):
+        going, coming = ways if to_owners else ways[::-1]
+        pieces = Pieces(exchange.transport, going, coming, lambda i, span: [source(i, span)], dtype)
+        for index, span, (elements,) in pieces.arrive():
+            target(index, span).copy_(elements)
+        pieces.free()
 
 
 def _of_all(exchange: MatrixExchange, describe: Any) -> dict[int, State]:
@@ -205,38 +213,17 @@ def _of_all(exchange: MatrixExchange, describe: Any) -> dict[int, State]:
     return merged
 
 
-def _described(entry: Entry, state: State) -> State:
+def _described(state: State, shape: Sequence[int]) -> State:
+    """A state of a matrix, or of a part of one, of this `shape`."""
     found: State = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
+        if not isinstance(value, torch.Tensor) or not value.dim() or isinstance(value, KeptWhole):
             found[name] = value_of(value)
-        elif tuple(value.shape) == entry.seen.shape:
+        elif _dtensor.is_dtensor(value) or value.shape == torch.Size(shape):
             found[name] = ParamShaped(value.dtype)
         else:
             found[name] = value_of(value).as_subclass(KeptWhole)
     return found
-
-
-def _described_part(entry: Entry, state: State) -> State:
-    shape = entry.slot.handle.face.local_of(entry.slot.parameter).shape
-    found: State = {}
-    for name, value in state.items():
-        shaped = isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, KeptWhole)
-        if shaped and not _dtensor.is_dtensor(value) and value.shape != shape:
-            raise UsageError(
-                f"matrix_steps: optimizer state {name!r} of {entry.slot.name} has shape {tuple(value.shape)}, this "
-                f"rank's part of the parameter {tuple(shape)}"
-            )
-        found[name] = ParamShaped(value.dtype) if shaped else value_of(value)
-    return found
-
-
-def _check_experts(slot: Slot, first: State, other: State) -> None:
-    if not alike(first, other):
-        raise UsageError(
-            f"matrix_steps: the matrices of {slot.name} have different optimizer states, {first} and {other}, which "
-            "cannot be saved as one"
-        )
 
 
 def _shaped(found: Mapping[int, State]) -> list[tuple[str, torch.dtype]]:
@@ -245,11 +232,13 @@ def _shaped(found: Mapping[int, State]) -> list[tuple[str, torch.dtype]]:
     return [*names]
 
 
-def _moved(value: Any, exchange: MatrixExchange) -> Any:
-    """A state that is no part, at the owner: those of other shapes on its device."""
+def at_owner(value: Any, group: Mapping[str, Any], device: torch.device) -> Any:
+    """A state that is no part: those of other shapes are on the `device`, and so are step counts of optimizers whose
+    kernels read them there."""
     if isinstance(value, KeptWhole):
-        return value.as_subclass(torch.Tensor).to(exchange.transport.device.device)
-    return value_of(value)
+        return value.as_subclass(torch.Tensor).to(device)
+    on_device = isinstance(value, torch.Tensor) and (group.get("capturable") or group.get("fused"))
+    return value_of(value, device=device if on_device else None)
 
 
 def _is_shaped(value: object) -> bool:

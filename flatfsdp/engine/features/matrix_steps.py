@@ -23,13 +23,10 @@ from ..base._dtensor import is_dtensor
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import FlatFace, adoptions
-from ..flat.flat_param import FlatParameter
 from ..guards.optimizer_hooks import (
     HeldState,
     OfOptimizer,
-    give_shards,
     give_wholes,
-    handles_of,
     is_at_work,
     looking,
     steps_on_wholes,
@@ -42,7 +39,7 @@ from ..state.optim.optimizer_clone import clone_over
 from ..state.parts import axes_of_parts
 from .fused_steps import is_fused
 from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
-from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, raise_failures
+from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, each_piece, raise_failures
 from .matrix_states import form_of, to_owners, to_shards, whole_state
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
@@ -96,15 +93,26 @@ class MatrixSteps:
 
     def summary(self) -> str:
         """The matrices, their owners' balance and the traffic of a step, in two lines for each axis of ranks."""
-        return self._stepper.summary()
-
-    def remove(self) -> None:
-        """Let the optimizer step on this rank's parts again.
-
-        Raises:
-            UsageError: it has taken a step, or loaded states, so that it may have states of whole matrices.
-        """
-        self._stepper.remove()
+        lines = []
+        for exchange in self._stepper.exchanged:
+            plan, member, work = exchange.plan, exchange.member, self._stepper.work
+            sizes = [work.dtype_of(entry.slot).itemsize for entry in exchange.entries]
+            ways = [plan.outgoing(range(len(sizes)), member), plan.incoming(range(len(sizes)), member)]
+            ways.append([plan.copies(range(len(sizes)), exchange.rank)[member // plan.world]] * (plan.replicas - 1))
+            going, back, copies = (sum(sizes[i] * span.numel for i, span in each_piece(way)) for way in ways)
+            ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
+            cut, count = sum(matrix.is_cut for matrix in plan.matrices), len(plan.buckets)
+            lines.append(
+                f"{len(plan.matrices)} matrices on {ranks}, {cut} of them cut, in {count} bucket{'s' * (count != 1)}: "
+                f"the longest step costs {plan.imbalance:.2f} of the mean"
+            )
+            lines.append(
+                f"rank {exchange.transport.group.ranks[exchange.rank]} sends {work.sent * going:,} bytes to owners, "
+                f"{back:,} back"
+                + (f" and {copies:,} to other replicas" if plan.replicas > 1 else "")
+                + f", in {plan.exchanges(member)} all-to-alls"
+            )
+        return "\n".join(lines) or "no step so far"
 
 
 class _Stepper(OfOptimizer):
@@ -112,11 +120,12 @@ class _Stepper(OfOptimizer):
 
     Attributes:
         exchanges: True: ranks take its steps together.
+        work: what a step does with matrices.
 
     Args:
         optimizer, cost, bucket_bytes: as for `matrix_steps`.
         adapter: of the class of the optimizer.
-        owners: as for `matrix_steps`, by the ids of parameters.
+        owners: as for `matrix_steps`.
     """
 
     exchanges = True
@@ -125,29 +134,26 @@ class _Stepper(OfOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         adapter: Adapter,
-        owners: Mapping[int, int],
+        owners: Mapping[nn.Parameter, int],
         cost: Callable[[Shape], int],
         bucket_bytes: int,
     ) -> None:
         super().__init__(optimizer)
-        self._work = MuonSteps(optimizer) if adapter.in_parts else OwnSteps(optimizer)
+        self.work = MuonSteps(optimizer) if adapter.in_parts else OwnSteps(optimizer)
         self._adapter, self._asked, self._cost, self._bucket_bytes = adapter, dict(owners), cost, bucket_bytes
-        # By the id of the parameter and the number of the matrix: an owner keeps its matrices, since it has their
-        # states. Parameters of an optimizer live as long as it does.
-        self._owners: dict[tuple[int, int | None], int] = {}
+        # By the parameter and the number of the matrix: an owner keeps its matrices, since it has their states. By ids,
+        # it would keep those of a parameter whose memory another one has got since, on some ranks.
+        self._owners: dict[tuple[nn.Parameter, int | None], int] = {}
         self._steps: _Steps | None = None
         self._stand_in: torch.optim.Optimizer | None = None
         self._given: tuple[State, list[State]] = {}, []  # attributes and groups of the stand-in before its step
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
-            optimizer.register_load_state_dict_post_hook(self._after_loading),
-        ]
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_load_state_dict_post_hook(self._after_loading)
         self._last_as_of = RemovableHandle.next_id  # when ours was the last hook before a step
         looking.add(self)
         self._has_wholes = True  # whether there may be states of whole matrices, on any rank
-        self._began = False  # whether there was a step, or a load of states
         give_wholes(optimizer, self)
 
     @property
@@ -160,53 +166,11 @@ class _Stepper(OfOptimizer):
         """As of `MatrixSteps`."""
         return max((exchange.plan.imbalance for exchange in self.exchanged), default=1.0)
 
-    def summary(self) -> str:
-        """As of `MatrixSteps`."""
-        lines = []
-        for exchange in self.exchanged:
-            plan, member = exchange.plan, exchange.member
-            cut, (to_owners, back, copies) = sum(matrix.is_cut for matrix in plan.matrices), self._bytes_of(exchange)
-            ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
-            count = len(plan.buckets)
-            lines.append(
-                f"{len(plan.matrices)} matrices on {ranks}, {cut} of them cut, in {count} bucket{'s' * (count != 1)}: "
-                f"the longest step costs {plan.imbalance:.2f} of the mean"
-            )
-            lines.append(
-                f"rank {exchange.transport.group.ranks[exchange.rank]} sends {to_owners:,} bytes to owners, "
-                f"{back:,} back"
-                + (f" and {copies:,} to other replicas" if plan.replicas > 1 else "")
-                + f", in {plan.exchanges(member)} all-to-alls"
-            )
-        return "\n".join(lines) or "no step so far"
-
-    def _bytes_of(self, exchange: MatrixExchange) -> tuple[int, int, int]:
-        """The bytes that this rank sends in a step: to owners, back and to other replicas."""
-        plan, member = exchange.plan, exchange.member
-        of_sizes: dict[int, list[int]] = {}
-        for index, entry in enumerate(exchange.entries):
-            of_sizes.setdefault(self._work.dtype_of(entry.slot).itemsize, []).append(index)
-
-        def total(count: Callable[[int, Iterable[int]], int]) -> int:
-            return sum(size * count(member, among) for size, among in of_sizes.items())
-
-        return self._work.sent * total(plan.sent), total(plan.returned), total(plan.copied)
-
-    def remove(self) -> None:
-        """As of `MatrixSteps`."""
-        # Not every rank has a state, but every rank has taken a step.
-        if self._began or any(self.optimizer.state.get(slot.parameter) for slot, _ in _managed(self.optimizer)):
-            raise UsageError("MatrixSteps.remove(): the optimizer has states of whole matrices already")
-        for hook in self._hooks:
-            hook.remove()
-        looking.discard(self)
-        give_shards(self.optimizer, self)
-
     @torch.no_grad()
     def to_shards(self) -> None:
         """Divide the states of matrices among the shards, as for an element-wise optimizer; the next step brings them
         to the owners again. Collective, unless they are in parts already. [Note: states of matrices]"""
-        if isinstance(self._work, OwnSteps) and self._has_wholes:
+        if isinstance(self.work, OwnSteps) and self._has_wholes:
             for exchange in self._found().exchanges:
                 to_shards(exchange, self.optimizer.state)
         self._has_wholes = False
@@ -218,7 +182,7 @@ class _Stepper(OfOptimizer):
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
         """A hook: a state dict of this rank may have states of whole matrices."""
-        self._has_wholes = self._began = True
+        self._has_wholes = True
 
     def held(self, parameter: torch.Tensor) -> tuple[list[HeldState], State] | None:
         """The states of whole matrices of `parameter` that this rank has as their owner, and other values of these;
@@ -226,7 +190,7 @@ class _Stepper(OfOptimizer):
         known = self._steps.entries.get(id(parameter), []) if self._steps is not None else []
         states = self.optimizer.state
         owned = [each for each in known if form_of(states, each) == WITH_STATE]
-        if isinstance(self._work, MuonSteps) or not owned:
+        if isinstance(self.work, MuonSteps) or not owned:
             return None
         found: list[HeldState] = []
         others: State = {}
@@ -245,21 +209,21 @@ class _Stepper(OfOptimizer):
         self._owners.clear()
         self._asked.clear()
         self._steps = None
-        self._has_wholes = self._began = True
+        self._has_wholes = True
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
         """This rank's part of the state of `parameter` before its first step, as for an element-wise optimizer; None if
         it has no matrices."""
         entries = self._found().entries.get(id(parameter))
-        return None if entries is None else self._work.state_before_first_step(entries)
+        return None if entries is None else self.work.state_before_first_step(entries)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the hooks of `optimizer.step()`: let ours be the last. Others may change gradients."""
         if optimizer is self.optimizer and RemovableHandle.next_id != self._last_as_of:
-            self._hooks[0].remove()
-            self._hooks[0] = optimizer.register_step_pre_hook(self._before_step)
+            self._hook.remove()
+            self._hook = optimizer.register_step_pre_hook(self._before_step)
             self._last_as_of = RemovableHandle.next_id
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -271,17 +235,17 @@ class _Stepper(OfOptimizer):
             )
         if is_at_work(optimizer):
             raise UsageError("matrix_steps: this optimizer cannot step in backwards; call its step() after them")
-        steps, work = self._found(), self._work
+        steps, work = self._found(), self.work
         with torch.no_grad(), ExitStack() as calls:
             for model in models_of(steps.units):
                 calls.enter_context(model.agreement.collective_call(steps.call))
             failed: list[Exception] = []
             work.changes, work.of_groups = {}, [{} for _ in optimizer.param_groups]
-            self._has_wholes = self._began = True
+            self._has_wholes = True
             for exchange in steps.exchanges:
                 present, in_parts = exchange.look(work)
                 if in_parts and isinstance(work, OwnSteps):
-                    to_owners(exchange, optimizer.state)
+                    to_owners(exchange, optimizer)
                 work.prepare([exchange.entries[i] for i in present])
                 failed += exchange.step(present, work)
                 written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
@@ -300,8 +264,8 @@ class _Stepper(OfOptimizer):
         if made is None:
             return
         (attributes, settings), self._given = self._given, ({}, [])
-        optimizer.__dict__.update(self._work.changes | changed(vars(made), attributes))
-        of_groups = zip(optimizer.param_groups, made.param_groups, settings, self._work.of_groups, strict=True)
+        optimizer.__dict__.update(self.work.changes | changed(vars(made), attributes))
+        of_groups = zip(optimizer.param_groups, made.param_groups, settings, self.work.of_groups, strict=True)
         for group, used, given, new in of_groups:
             group.update(new | changed(used, given))
 
@@ -346,18 +310,18 @@ class _Stepper(OfOptimizer):
         kinds: dict[torch.dtype, int] = {}
         for entry in entries:
             slot, seen = entry
-            key = id(slot.parameter), seen.expert
+            key = slot.parameter, seen.expert
             asked = self._owners.get(key, self._asked.get(key[0]))
-            kind = kinds.setdefault(self._work.dtype_of(slot), len(kinds))
+            kind = kinds.setdefault(self.work.dtype_of(slot), len(kinds))
             parts = parts_of(slot.handle.layout, slot.index, seen.span)
             name = slot.name if seen.expert is None else f"matrix {seen.expert} of {slot.name}"
             matrices.append(Matrix(name, seen.shape, parts, int(self._cost(entry.shape)), asked, kind))
         size = max(dtype.itemsize for dtype in kinds)
-        shared = copies if self._work.in_parts and copies is not None and copies.group.size > 1 else None
+        shared = copies if self.work.in_parts and copies is not None and copies.group.size > 1 else None
         world, replicas = transport.group.size, shared.group.size if shared is not None else 1
         plan = OwnerPlan.of(matrices, world=world, replicas=replicas, bucket=max(1, self._bucket_bytes // size))
         for (slot, seen), owner in zip(entries, plan.owners, strict=True):
-            self._owners[id(slot.parameter), seen.expert] = owner
+            self._owners[slot.parameter, seen.expert] = owner
         of_parts = axes_of_parts([entries[0].slot.unit]) if any(slot.spec.part for slot, _ in entries) else []
         axes = [axis for axis in (transport, copies, *of_parts) if axis is not None and axis.group.size > 1]
         return MatrixExchange(transport, shared, axes, plan, entries)
@@ -403,11 +367,10 @@ def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[tuple[
     Raises:
         UsageError: a flat parameter, or one that is no shard, in the words of a `call`.
     """
-    flat = {id(handle.flat_param) for _, handle in handles_of(optimizer)}  # in a dry run, they have another class
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if isinstance(parameter, FlatParameter) or id(parameter) in flat:
+            if getattr(parameter, "_fsdp_flattened", False):  # in a dry run, it has another class
                 raise UsageError(
                     f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
                     f"matrices: {FlatFace.words.remedy}"
@@ -535,9 +498,9 @@ def matrix_steps(
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
         refuse_value(f"{name}: bucket_bytes", bucket_bytes, "an int of at least 1")
     _check_alone(optimizer)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    asked = {id(parameter): rank for parameter, rank in (owners or {}).items()}
-    if strangers := asked.keys() - set(map(id, held)):
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    asked = dict(owners or {})
+    if strangers := asked.keys() - held:
         raise ConfigValueError(f"{name}: owners= has {len(strangers)} parameters that the optimizer does not hold")
     for slot, _ in _managed(optimizer):
         entries_of(slot, adapter, optimizer.param_groups[slot.group])

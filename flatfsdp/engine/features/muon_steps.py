@@ -45,14 +45,14 @@ class MuonSteps(OfOptimizer):
         return torch.bfloat16
 
     def state_of(self, entry: Entry) -> int:
-        """`IN_PARTS` if this rank has the momentum of its elements; with `OTHER_STATE` if it has another shape."""
+        """`IN_PARTS` if this rank has the momentum of its elements; `OTHER_STATE` if one of another shape."""
         parameter = entry.slot.parameter
         state = self.optimizer.state.get(parameter)
         if not state:
             return 0
         found = state.get(MOMENTUM, parameter)
         fits = is_dtensor(found) == is_dtensor(parameter)
-        return IN_PARTS + OTHER_STATE * (not fits or found.shape != parameter.shape)
+        return IN_PARTS if fits and found.shape == parameter.shape else OTHER_STATE
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Make the momentum of distributed tensors of which this rank has no elements, too: it is one of the whole.

@@ -151,13 +151,6 @@ def give_wholes(optimizer: torch.optim.Optimizer, states: StatesOfWholes, *, blo
     marked.seen = _BLOCKS if blocks else _MATRICES
 
 
-def give_shards(optimizer: torch.optim.Optimizer, states: StatesOfWholes) -> None:
-    """Let an optimizer of these `states` step on shards as they are; no effect if it has others by now, or none."""
-    if (ref := steps_on_wholes.get(optimizer)) is not None and ref() is states:
-        del steps_on_wholes[optimizer]
-        optimizer.defaults = dict(optimizer.defaults)
-
-
 def _sees(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     cls = type(optimizer)
     known = _SEE_WHOLES.get(f"{cls.__module__}.{cls.__qualname__}")

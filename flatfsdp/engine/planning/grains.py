@@ -109,7 +109,8 @@ def matrix_cost(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """No cuts: one rank has the complete parameter. Ranks get about the same `cost` of these.
+    """No cuts: one rank has the complete parameter. Ranks get about the same `cost` of these, over all units that one
+    call wraps; units that are wrapped by calls of their own do not know of each other.
 
     Attributes:
         padding: the most that these may add to shards, as a part of the elements of their unit. More is refused.

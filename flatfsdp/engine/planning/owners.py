@@ -192,24 +192,21 @@ class OwnerPlan:
             for part in self.matrices[index].parts
         )
 
-    def sent(self, member: int, among: Iterable[int] | None = None) -> int:
-        """The elements of matrices (`among` these) that `member` sends to owners in a step: its parts of matrices that
-        other ranks of its replica own. As many updated ones come back."""
-        return _elements(self.outgoing(self._chosen(among), member))
+    def sent(self, member: int) -> int:
+        """The elements that `member` sends to owners in a step: its parts of matrices that other ranks of its replica
+        own. As many updated ones come back."""
+        return elements_of(self.outgoing(range(len(self.matrices)), member))
 
-    def returned(self, member: int, among: Iterable[int] | None = None) -> int:
+    def returned(self, member: int) -> int:
         """The elements that `member` sends back in a step: all of its matrices but its own parts. As many come to it
         before."""
-        return _elements(self.incoming(self._chosen(among), member))
+        return elements_of(self.incoming(range(len(self.matrices)), member))
 
-    def copied(self, member: int, among: Iterable[int] | None = None) -> int:
+    def copied(self, member: int) -> int:
         """The updated elements that `member` sends to other replicas in a step: its parts of matrices that its own
         replica owns, to each of them."""
-        held = self.copies(self._chosen(among), member % self.world)[member // self.world]
-        return _elements([held]) * (self.replicas - 1)
-
-    def _chosen(self, among: Iterable[int] | None) -> Iterable[int]:
-        return range(len(self.matrices)) if among is None else among
+        held = self.copies(range(len(self.matrices)), member % self.world)[member // self.world]
+        return elements_of([held]) * (self.replicas - 1)
 
     def exchanges(self, member: int) -> int:
         """The collectives of a step in which `member` takes part: for each bucket one to the owners and one back if
@@ -241,7 +238,8 @@ class OwnerPlan:
             yield f"{matrix.name!r} {matrix.shape} {matrix.kind} {owner} {parts}"
 
 
-def _elements(of_ranks: Iterable[Iterable[Piece]]) -> int:
+def elements_of(of_ranks: Iterable[Iterable[Piece]]) -> int:
+    """The elements of the pieces of all ranks."""
     return sum(span.numel for pieces in of_ranks for _, span in pieces)
 
 
