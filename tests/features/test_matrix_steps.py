@@ -508,9 +508,6 @@ def refused(rank: int, world: int) -> list[str]:
     refuse(lambda: flatfsdp.matrix_steps(muon, flat.parameters()))
     low = FullyShardedDataParallel(nn.Linear(4, 4, bias=False).bfloat16(), use_orig_params=True)
     refuse(lambda: flatfsdp.matrix_steps(partial(muon, nesterov=False), low.parameters()))
-    model(batch(rank, 0)).backward()
-    steps.optimizer.step()
-    refuse(steps.remove)
     return found
 
 
@@ -523,7 +520,6 @@ def test_what_cannot_be_stepped_on_is_refused_in_words(pool2: Run) -> None:
         "with a closure",
         "holds a flat parameter",
         "nesterov=False divides the momentum of bfloat16 parameters",
-        "states of whole matrices already",
     ]
     for found in pool2(refused):
         assert len(found) == len(expected)
