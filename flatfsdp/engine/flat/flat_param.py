@@ -173,7 +173,7 @@ class FlatParamHandle:
         self._counted = self.shard_bytes
         tracker.add("shard", self._counted)
         self.flat_param = FlatParameter(shard, requires_grad=options.trainable) if flat_param is None else flat_param
-        self.flat_param._handle_ref = weakref.ref(self)
+        self.flat_param._handle_ref, self.flat_param._fsdp_flattened = weakref.ref(self), True
         self.face: Face = options.face(self.leaves, self.flat_param, layout, rank)
         self.leaves = list(self.face.leaves)
         itemsize, numels = self.precision.compute.itemsize, [spec.numel for spec in layout.params]
@@ -268,7 +268,7 @@ class FlatParamHandle:
             shard = pin(shard)
         if self.shard.is_meta and not shard.is_meta:
             self.flat_param = FlatParameter(shard, requires_grad=self.options.trainable)
-            self.flat_param._handle_ref = weakref.ref(self)
+            self.flat_param._handle_ref, self.flat_param._fsdp_flattened = weakref.ref(self), True
         self.shard = shard
         self.tracker.remove("shard", self._counted)
         self._counted = self.shard_bytes

@@ -49,13 +49,6 @@ class FlatParameter(TracksWrites, nn.Parameter):
     _fsdp_flattened = True
     _handle_ref: Callable[[], Any] | None = None  # weak
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """The parameter; of a fake tensor one of another class, which is known by its attribute `_fsdp_flattened`."""
-        made: Any = super().__new__(cls, data, requires_grad)
-        if not isinstance(made, cls):
-            made._fsdp_flattened = True
-        return made
-
     @property
     def has_handle(self) -> bool:
         """Whether its model exists and computes with it; False for copies."""
