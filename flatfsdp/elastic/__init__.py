@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .api import regroup
+from .joining import start
 from .survive import Step, survive
 from .transfer import Moved
 
-__all__ = ["Moved", "Step", "regroup", "survive"]
+__all__ = ["Moved", "Step", "regroup", "start", "survive"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,10 @@ CPU = torch.device("cpu")
 class ParityRanks:
     """`keeper.Group` over two process groups: of the members of a parity group, and of all ranks."""
 
-    def __init__(self, members: Sequence[int]) -> None:
-        """Create both groups, over gloo. Collective over the default group."""
+    def __init__(self, members: Sequence[int], joining: Callable[[], Collection[int]] = tuple) -> None:
+        """Create both groups, over gloo. Collective over the default group. `joining`: the processes that are
+        connected to this one to join the job."""
+        self._joining = joining
         world = tuple(range(dist.get_world_size()))
         self._all = _transport(new_group(world, "keeps the state of other ranks", backend="gloo"))
         self._group = _transport(new_group(tuple(members), "keeps the state of its parity group", backend="gloo"))
@@ -39,9 +41,9 @@ class ParityRanks:
         """Send each other member its row of `sent`, and receive theirs into `arrived`."""
         self._group.all_to_all(arrived, sent, self._stream).wait()
 
-    def finish(self) -> None:
-        """Return when all ranks have called this."""
-        all_reduce_now(self._all, torch.zeros(1, dtype=torch.int32))
+    def finish(self) -> bool:
+        """Return when all ranks have called this: whether processes join through any of them."""
+        return bool(all_reduce_now(self._all, torch.tensor([len(self._joining())], dtype=torch.int32)))
 
     def send_parts(self, sent: Mapping[int, torch.Tensor], arriving: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Send bytes to ranks, and receive so many from ranks; by rank. Collective over all ranks."""

@@ -10,6 +10,9 @@ A process that is not in the list of an epoch after its own is *fenced*, althoug
 and counted as lost. It has nothing to do with the job any more, and finds that out before it does anything for it: its
 connections to the others are shut down, and it reads the list before it goes on.
 
+A process that *joins* takes a new number, connects to members, and waits for a list that it is in. Members that it is
+connected to bring it along, and so a member notices when it ends, before the list is written and after.
+
 Costs, in requests to the store: none in normal operation. Per loss up to 3 to report it, and 1 by each process to learn
 of it; per epoch 3 by each, and looks at the list.
 """
@@ -19,12 +22,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from ..engine.base.foreign_text import parse
 from ..engine.watchdog.process_exit import print_immediately
 from ..engine.watchdog.store import StoreClient
-from ..errors import FencedError, ranks_in_words
+from ..errors import FencedError, UsageError, ranks_in_words
 
 REPORT = 10.0  # seconds after which a process that waits for others in the next epoch reports these
 
@@ -42,9 +46,10 @@ class Job:
     def __init__(
         self, store: StoreClient, own: int, members: Sequence[int], *, lost_after: float, on_loss: Callable[[], None]
     ) -> None:
-        """`on_loss` is called after new losses, also if this process is the lost one, in the thread that reads them."""
+        """`members`: of the first epoch; none for a process that joins. `on_loss` is called after new losses, also if
+        this process is the lost one, in the thread that reads them."""
         self.own = own
-        self.epoch = 0
+        self.epoch = 0 if members else -1
         self.members = tuple(members)
         self.lost: dict[int, str] = {}
         self._store = store
@@ -55,9 +60,9 @@ class Job:
 
     def report(self, number: int, words: str) -> None:
         """Write the loss of a process: `words` follow "rank 3 ". What a process writes that counts as lost itself is
-        ignored: to it, all others are gone."""
+        ignored: to it, all others are gone. One that is no member yet writes its own loss only."""
         self.learn()
-        if number in self.lost or self.own in self.lost:
+        if number in self.lost or self.own in self.lost or self.own not in {*self.members, number}:
             return
         # In one request: a process that ends while it reports leaves a line, or none.
         self._store.append("losses", json.dumps([self.own, number, words]) + "\n")
@@ -73,7 +78,7 @@ class Job:
                     # Two processes that a cut network separates report each other. The first line counts for all.
                     case [int(reporter), int(number), str(words)] if not {reporter, number} & self.lost.keys():
                         self.lost[number] = words
-                        new |= number in self.members
+                        new |= {number, self.own} <= {*self.members}
             self._known = max(self._known, len(lines))
         if new:
             self._on_loss()
@@ -81,6 +86,10 @@ class Job:
     def publish(self, what: str, value: object) -> None:
         """Write a value of this process that others may read."""
         self._store.post(f"{what}/{self.own}", json.dumps(value))
+
+    def members_of(self, epoch: int) -> tuple[int, ...]:
+        """The numbers of the members of an epoch up to the present one."""
+        return tuple(self._listed(epoch) or ())
 
     def published(self, what: str) -> dict[int, object]:
         """That value of each other member that has written one."""
@@ -105,9 +114,9 @@ class Job:
         if listed is not None and self.own not in listed:
             self._refuse("was not there when the others went on")
 
-    def go_on(self, offer: str) -> dict[int, str]:
-        """Come to the next epoch with all survivors. Returned: the offer of each of its members. `members` and `epoch`
-        are those of the new one then.
+    def go_on(self, offer: str, joining: Collection[int] = ()) -> dict[int, str]:
+        """Come to the next epoch with all survivors, and processes that join. Returned: the offers of the survivors.
+        `members` and `epoch` are those of the new one then. `joining`: those that are connected to this process.
 
         Raises:
             FencedError: the others go on without this process.
@@ -115,7 +124,7 @@ class Job:
         epoch = self.epoch + 1
         key = f"epoch/{epoch}"
         self.check_fence()
-        self._store.append(f"{key}/here", json.dumps([self.own, offer]) + "\n")
+        self._store.append(f"{key}/here", json.dumps([self.own, offer, [*joining]]) + "\n")
         began, reported = time.monotonic(), False
         while (listed := self._listed(epoch)) is None:
             here = self._offers(epoch)
@@ -123,22 +132,67 @@ class Job:
             waited = time.monotonic() - began
             if not missing:
                 going = [number for number in self.members if number in here and number not in self.lost]
+                going += sorted({each for number in going for each in here[number].joining} - self.lost.keys())
                 self._store.set_if_absent(f"{key}/members", json.dumps(going))
             elif waited > self._lost_after:
                 for number in missing:
                     self.report(number, f"did not come to the others for {waited:.0f} s after a loss")
             elif waited > REPORT and not reported:
                 reported = True
+                after = f"after the loss of {self.losses_in_words()}" if self.losses else "to let others join"
                 print_immediately(
-                    f"[flatfsdp] after the loss of {self.losses_in_words()}, waiting for {ranks_in_words(missing)}, "
+                    f"[flatfsdp] {after}, waiting for {ranks_in_words(missing)}, "
                     f"for at most {self._lost_after - waited:.0f} s more"
                 )
             time.sleep(min(0.25, 0.002 + waited / 10))
         if self.own not in listed:
             self._refuse(self.lost.get(self.own, "was not there when the others went on"))
         self.epoch, self.members = epoch, tuple(listed)
-        offers = self._offers(epoch)
-        return {number: offers[number] for number in listed}
+        return self._offers_here()
+
+    def join(self, reach: Callable[[], bool], seconds: float) -> dict[int, str]:
+        """Wait until the members take this process, which is none yet, into an epoch. Returned: as by `go_on`.
+
+        `reach`: connects this process to some of `members`, unless it is; returns whether it could.
+
+        Raises:
+            FencedError: they took it for lost.
+            UsageError: the job has ended, or has not taken it for so many seconds.
+        """
+        began, reported = time.monotonic(), False
+        while self.own not in self.catch_up():
+            self.learn()
+            if self.own in self.lost:
+                self._refuse(self.lost[self.own])
+            self.check_end(reach())
+            waited = time.monotonic() - began
+            if waited > seconds:
+                raise UsageError(f"cannot join: the job has come to no refresh for {waited:.0f} s")
+            if waited > REPORT and not reported:
+                reported = True
+                print_immediately("[flatfsdp] waits for the next refresh of the job, to join it there")
+            time.sleep(min(0.25, 0.002 + waited / 10))
+        return self._offers_here()
+
+    def catch_up(self) -> tuple[int, ...]:
+        """Let `epoch` and `members` be those of the newest epoch, for a process that is no member; returns these."""
+        while (listed := self._listed(self.epoch + 1)) is not None:
+            self.epoch, self.members = self.epoch + 1, tuple(listed)
+        return self.members
+
+    def check_end(self, is_there: bool) -> None:
+        """
+        Raises:
+            UsageError: the job has ended. `is_there`: whether one of its members can be reached.
+        """
+        end = self._store.read("end")
+        if end is not None or not is_there:
+            why = "none of its ranks can be reached" if end is None else end
+            raise UsageError(f"cannot join: the job has ended ({why}). A new job needs a new store")
+
+    def end(self, words: str) -> None:
+        """Note in words how the job has ended, for those that come to join."""
+        self._store.post("end", words)
 
     def losses_in_words(self) -> str:
         """The lost members, in words. May be called from any thread."""
@@ -158,10 +212,20 @@ class Job:
                 return listed
         return None
 
-    def _offers(self, epoch: int) -> Mapping[int, str]:
+    def _offers_here(self) -> dict[int, str]:
+        return {number: line.offer for number, line in self._offers(self.epoch).items() if number in self.members}
+
+    def _offers(self, epoch: int) -> Mapping[int, _Line]:
         found = {}
         for line in (self._store.read(f"epoch/{epoch}/here") or "").splitlines():
             match json.loads(line):
-                case [int(number), str(offer)]:
-                    found[number] = offer
+                case [int(number), str(offer), [*joining]]:
+                    found[number] = _Line(offer, joining)
         return found
+
+
+class _Line(NamedTuple):
+    """The line of a process that comes to an epoch: its offer, and the numbers of those that join through it."""
+
+    offer: str
+    joining: list[int]

@@ -36,8 +36,8 @@ class Group(Protocol):
     def exchange(self, arrived: torch.Tensor, sent: torch.Tensor) -> None:
         """Send each other member its row of `sent`, and receive theirs into `arrived`; shape (members - 1, n)."""
 
-    def finish(self) -> None:
-        """Return when all ranks of the job have called this."""
+    def finish(self) -> bool:
+        """Return when all ranks of the job have called this: whether processes wait to join them."""
 
 
 class Sizes(NamedTuple):
@@ -101,8 +101,9 @@ class Keeper:
         take(oldest.block)
         return oldest
 
-    def complete(self, version: Version, group: Group) -> None:
-        """Make the parity of `version`. Collective over all ranks; may run in a thread of its own."""
+    def complete(self, version: Version, group: Group) -> bool:
+        """Make the parity of `version`; returns whether processes wait to join. Collective over all ranks; may run in a
+        thread of its own."""
         block = version.block
         found = group.meet((version.number, block.state, block.tail))
         if len({number for number, _, _ in found}) > 1:
@@ -111,7 +112,7 @@ class Keeper:
         if len(self.members) > 1:  # else this rank is alone
             _add_up(version, self.place, group)
         version.complete = True
-        group.finish()
+        return group.finish()
 
     @property
     def numbers(self) -> list[int]:

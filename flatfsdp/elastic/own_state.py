@@ -1,15 +1,23 @@
 """The state of a process besides its model and optimizer, which goes back with them: random states, and objects that
-the program names (schedulers, positions in data, loss scales)."""
+the program names (schedulers, positions in data, loss scales).
+
+[Note: states of one that joins] It gets the objects of the first member. A generator of random numbers that has the
+same state on all members is one that the program keeps alike (it shuffles data by it), and has that state on a new one,
+too. Others differ by intent (dropout): the new one's is seeded from that of the first member and the new number, which
+no other ever has.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 import torch
 
+from ..engine.base.plain_data import encode
 from ..engine.device.streams import accelerator
 
 
@@ -45,3 +53,28 @@ def give(things: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
         numpy.random.set_state((kind, numpy.array(words, dtype="uint32"), *rest))
     if "accelerator" in state and (device := accelerator()) is not None:
         torch.get_device_module(device).set_rng_state(state["accelerator"])
+
+
+GENERATORS = frozenset({"python", "torch", "numpy", "accelerator"})
+
+
+def digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """A digest of the state of each generator in what `take` has returned."""
+    return {name: hashlib.sha256(encode(state[name])).hexdigest() for name in sorted(GENERATORS & state.keys())}
+
+
+def of_new_member(state: Mapping[str, Any], alike: Set[str], number: int) -> dict[str, Any]:
+    """The state of a process that joins with this number, from that of the first member; the generators `alike` have
+    one state on all members. [Note: states of one that joins]"""
+    made = dict(state)
+    for name in GENERATORS & state.keys() - alike:
+        seed = int.from_bytes(hashlib.sha256(encode((state[name], number))).digest()[:4], "little")
+        if name == "python":
+            made[name] = random.Random(seed).getstate()
+        elif name == "numpy":
+            kind, words, *rest = sys.modules["numpy"].random.RandomState(seed).get_state()
+            made[name] = kind, words.tolist(), *rest
+        else:
+            device = accelerator() if name == "accelerator" else "cpu"
+            made[name] = torch.Generator(device or "cpu").manual_seed(seed).get_state()
+    return made

@@ -34,6 +34,7 @@ class Replicas:
 
     Attributes:
         alike: the present groups of ranks that hold alike.
+        least: how many shards one has at least; 0 for all ranks.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -53,9 +54,9 @@ class Replicas:
                     "parallelism, nor by models on a part of the ranks"
                 )
         self._is_hybrid = first.strategy in HYBRIDS
-        self._least = first.shard.size if self._is_hybrid else 0
+        self.least = first.shard.size if self._is_hybrid else 0
         if all(unit.groups.strategy is ShardingStrategy.NO_SHARD for unit in units):
-            self._least = 1
+            self.least = 1
         self._mesh = units[-1].built.device_mesh
         if not self._is_hybrid:
             self.move_to(world)
@@ -66,7 +67,7 @@ class Replicas:
 
     def move_to(self, world: int) -> int:
         """Let them be those of so many ranks. Returned: how many shards one has. [Note: replicas that are left]"""
-        shards = next((each for each in range(self._least or world, world) if world % each == 0), world)
+        shards = next((each for each in range(self.least or world, world) if world % each == 0), world)
         self.alike = tuple(tuple(range(first, world, shards)) for first in range(shards)) if shards < world else ()
         return shards
 

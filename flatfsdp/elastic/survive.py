@@ -4,12 +4,13 @@
 connections to the others, and lets everything that waits for them raise. The `with` of the step swallows that.
 Survivors agree on who goes on and on the last version that all of them have complete ([Note: epochs], [Note:
 versions]), make process groups anew, rebuild what the lost ones had ([Note: parity]), and the model moves to the ranks
-that are left. The same step is handed out again. Another loss in the meantime begins that anew, from the same version:
-it is dropped only when the next one is complete in the new epoch.
+that are left, and to those that join ([Note: joining]). The same step is handed out again. Another loss in the meantime
+begins that anew, from the same version: it is dropped only when the next one is complete in the new epoch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -30,27 +31,27 @@ from ..checkpoint.saving import latest
 from ..engine.agreement.collective_calls import forget_calls
 from ..engine.agreement.process_groups import require_process_group
 from ..engine.base import _torch
-from ..engine.base.plain_data import bytes_of, decode, encode
+from ..engine.base.plain_data import encode
 from ..engine.cpu.exchange import give_up_all
 from ..engine.models.rest import abandon, check_outermost
 from ..engine.models.walks import units_in
 from ..engine.watchdog.process_exit import print_immediately
 from ..engine.watchdog.regions import current_watch
-from ..engine.watchdog.store import StoreClient
 from ..engine.watchdog.watchdog import Watchdog, is_lost_connection
 from ..engine.wrapping.regrouping import at_rest
 from ..errors import AgreementError, FencedError, LostRankError, UsageError, refuse_type, refuse_value, set_rank
-from ..messages import gather, gather_bytes
-from . import connections, own_state
+from ..messages import gather
+from . import connections, joining, own_state
 from .api import regroup
 from .connections import Connection
 from .exchange import ParityRanks
-from .holding import Facts, Holding
+from .holding import Holding
 from .job import Job
-from .keeper import Keeper, Version, check_losses
+from .keeper import Keeper, check_losses
 from .neighbors import Neighbors
 from .own_state import Stateful
 from .parity import parity_groups
+from .rebuilding import brought
 from .replicas import Alike, Replicas, check_alike
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
@@ -156,18 +157,16 @@ class Step:
 
 
 class Kept(NamedTuple):
-    """The versions of one epoch on this rank, and who its members were.
+    """The versions of one epoch on this rank.
 
     Attributes:
         epoch: its number.
         keeper: the versions.
-        numbers: the numbers of its members, by rank.
-        groups: their ranks in parity groups; alike: in groups that hold alike.
+        groups: the ranks of its members in parity groups; alike: in groups that hold alike.
     """
 
     epoch: int
     keeper: Keeper
-    numbers: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     alike: Alike
 
@@ -197,7 +196,9 @@ class Survival:
         self._steps, self._state = steps, state
         self._every, self._group, self._least, self._lost_after = every, group, least_ranks, lost_after
         self._next = steps.start
-        self._refreshing: Future[None] | None = None
+        self._refreshing: Future[bool] | None = None
+        self._some_join = False  # whether the last refresh has found any that wait to join, on any rank
+        self._joins = False  # whether this process is one
         # The connection to the store by which the groups of this epoch wait for each other while they are made.
         self._forming: frozenset[Connection] = frozenset()
         self._switching = threading.Lock()  # held while waits are broken, and while they become those of another epoch
@@ -222,16 +223,19 @@ class Survival:
         self._replicas = _checked(self._model)
         self._backend = str(dist.get_backend_config(dist.group.WORLD))
         self._limit = _torch.time_limit(dist.group.WORLD)
+        self._watch: Watchdog = current_watch()
         self._base, self._name = _base_of(dist.group.WORLD)
         host, port = self._base.host, self._base.port
-        own, world = dist.get_rank(), dist.get_world_size()
-        self._job = Job(
-            StoreClient(dist.PrefixStore(self._name, self._base)),
-            own,
-            range(world),
-            lost_after=self._lost_after,
-            on_loss=self._break,
-        )
+        world = dist.get_world_size()
+        settings = {"steps": self._steps, "every": self._every, "group": self._group, "lost_after": self._lost_after}
+        facts = joining.facts_of(self._model, self._optimizer, {**settings, "state": sorted(self._state)})
+        name = joining.TO_JOIN.pop(dist.group.WORLD, None)
+        self._joins, self._name = name is not None, name or self._name
+        notes = joining.notes_of(self._base, self._name)
+        own, members = dist.get_rank(), range(world)
+        if self._joins:
+            (own, self._replicas.least), members = joining.new_number(notes, facts), range(0)
+        self._job = Job(notes, own, members, lost_after=self._lost_after, on_loss=self._break)
         self._port = port
         self._ports: set[int] = set()  # of the connections to neighbors
         self._neighbors = Neighbors(
@@ -244,12 +248,56 @@ class Survival:
         self._job.publish("address", self._neighbors.address)
         self._published: Set[Connection] = frozenset()
         self._kept: list[Kept] = []  # by epoch: the present one is the last
+        if self._joins:
+            self._join()
+            return
+        if own == 0:
+            joining.announce(self._base, self._name, world, facts, self._replicas.least)
         self._meet(self._job.members)
         self._refresh(self._next, in_background=False)
+
+    def _join(self) -> None:
+        """Become a member, at a boundary of steps. [Note: joining]"""
+        began = time.monotonic()
+        try:
+            offers = self._job.join(self.reach, self._limit)
+            self._next = self._recovered(LostRankError("while it joined"), offers)
+        except BaseException as error:
+            self._job.report(self._job.own, f"failed to join, with {type(error).__name__}: {error}")
+            self._end()
+            raise
+        self._joins = False
+        print_immediately(
+            f"[flatfsdp, rank {dist.get_rank()}] joins, as one of {dist.get_world_size()} ranks, with step "
+            f"{self._next}, after {time.monotonic() - began:.2f} s"
+        )
+
+    def reach(self) -> bool:
+        """Be connected to members, which learn by that that this process joins; returns whether it is."""
+        members, addresses = {*self._job.members}, dict[int, Any]()
+        for number in self._job.members if not self._neighbors.known & members else ():
+            addresses = addresses or self._addresses()
+            with contextlib.suppress(LostRankError):  # the others find out
+                self._neighbors.connect((number, self._job.own), addresses)
+            if len(self._neighbors.known & members) == 2:
+                break
+        return bool(self._neighbors.known & members)
+
+    def _joining(self) -> set[int]:
+        """The processes that are connected to this one, and no members: they join."""
+        return self._neighbors.known - {*self._job.members} - self._job.lost.keys()
+
+    def _addresses(self) -> dict[int, Any]:
+        addresses: dict[int, Any] = self._job.published("address")
+        self._ports |= {self._neighbors.address[1], *(port for _, port, _ in addresses.values())}
+        return addresses
 
     def _end(self) -> None:
         if self._refreshing is not None:
             wait([self._refreshing])
+        if self._next >= self._steps.stop and self._job.own == self._job.members[0]:
+            with contextlib.suppress(RuntimeError):  # the store may be gone by now
+                self._job.end(f"after step {self._steps.stop - 1}")
         self._neighbors.close()
         self._executor.shutdown()
 
@@ -257,18 +305,16 @@ class Survival:
         """Make what belongs to the present epoch. Collective."""
         watch = current_watch()
         with self._switching:
-            self._watch: Watchdog = watch
+            self._watch = watch
         self._check_losses()
         alike, rank = self._replicas.alike, dist.get_rank()
         groups = () if alike else parity_groups(len(numbers), self._group)
         members = next((each for each in groups if rank in each), (rank,))
-        self._ranks = ParityRanks(members)
-        self._kept.append(Kept(self._job.epoch, Keeper(members, rank), tuple(numbers), groups, alike))
+        self._ranks = ParityRanks(members, self._joining)
+        self._kept.append(Kept(self._job.epoch, Keeper(members, rank), groups, alike))
         self._publish_connections()  # so that others can break waits of this epoch
         self._ranks.finish()  # all addresses are there
-        addresses: dict[int, Any] = self._job.published("address")
-        self._ports |= {self._neighbors.address[1], *(port for _, port, _ in addresses.values())}
-        self._neighbors.connect(numbers, addresses)
+        self._neighbors.connect(numbers, self._addresses())
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -277,13 +323,16 @@ class Survival:
         if error is None:
             try:
                 self._check_losses()
-                done = number + 1
+                done, some_join = number + 1, False
                 if (done - self._steps.start) % self._every == 0 or done == self._steps.stop:
-                    self._refresh(done, in_background=True)
+                    self._finish_refresh()
+                    some_join = self._some_join and done < self._steps.stop  # the same on all ranks
+                    self._refresh(done, in_background=not some_join)
                     if done == self._steps.stop:
                         self._finish_refresh()
                 self._next = done
-                return False
+                if not some_join:
+                    return False
             except Exception as found:
                 if not self._is_loss(found):
                     raise
@@ -291,18 +340,23 @@ class Survival:
         elif not self._is_loss(error):
             self._job.report(self._job.own, f"failed with {type(error).__name__}: {error}")
             return False
-        self._recover(error)
-        return True
+        try:
+            self._recover(error)
+        except BaseException as failed:
+            self._job.report(self._job.own, f"failed with {type(failed).__name__}: {failed}")
+            raise
+        return error is not None
 
-    def _is_loss(self, error: BaseException) -> bool:
-        """Whether `error` follows from the loss of a rank: one that is known, or, if a connection broke, will be."""
+    def _is_loss(self, error: BaseException, *, explained: bool = False) -> bool:
+        """Whether `error` follows from the loss of a rank: one that is known, or, if a connection broke, will be.
+        `explained`: a rank that joins may have failed, and then reports that."""
         if not isinstance(error, RuntimeError):
             return False
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__) is not None:  # a save raises errors of its own, whose cause is the loss
             chain.append(cause)
         broken = any(isinstance(each, AgreementError) or is_lost_connection(each) for each in chain)
-        deadline = time.monotonic() + NOTICED * broken
+        deadline = time.monotonic() + NOTICED * (broken or explained) / (5 if self._joins else 1)
         while not self._job.losses and time.monotonic() < deadline:
             time.sleep(0.005)
         return bool(self._job.losses)
@@ -321,12 +375,12 @@ class Survival:
         if in_background:
             self._refreshing = self._executor.submit(keeper.complete, version, self._ranks)
         else:
-            keeper.complete(version, self._ranks)
+            self._some_join = keeper.complete(version, self._ranks)
 
     def _finish_refresh(self) -> None:
         if self._refreshing is not None:
             refreshing, self._refreshing = self._refreshing, None
-            refreshing.result()
+            self._some_join = refreshing.result()
             del self._kept[:-1]  # [Note: versions of two epochs]
 
     def _publish_connections(self) -> None:
@@ -362,7 +416,8 @@ class Survival:
             connections.sever(published, keep=(self._port, *self._ports))
             connections.shut(self._forming)
 
-    def _recover(self, error: BaseException) -> None:
+    def _recover(self, error: BaseException | None) -> None:
+        """Go on without the lost ranks; and with those that join: for these alone if there is no `error`."""
         began = time.monotonic()
         try:
             self._next = self._recovered(error)
@@ -373,84 +428,67 @@ class Survival:
             raise LostRankError(f"{last}. Start the job again {found} was saved or loaded here") from last
         print_immediately(
             f"[flatfsdp, rank {dist.get_rank()}] goes on with {dist.get_world_size()} ranks from step {self._next}, "
-            f"{time.monotonic() - began:.2f} s after {type(error).__name__}"
+            f"{time.monotonic() - began:.2f} s after {'others came' if error is None else type(error).__name__}"
         )
 
-    def _recovered(self, error: BaseException) -> int:
-        """Go on without the lost ranks; returns the number of the next step."""
+    def _recovered(self, error: BaseException | None, offers: Mapping[int, str] | None = None) -> int:
+        """Go on in the next epoch, or in this one, which has begun with those `offers`; returns the number of the next
+        step."""
         while True:
             if self._refreshing is not None:
                 wait([self._refreshing])
                 self._refreshing = None
             self._break()
             words = self._job.losses_in_words()
-            own = [(kept.epoch, number) for kept in self._kept for number in kept.keeper.numbers]
-            offers = self._job.go_on(json.dumps(own))
-            common = set.intersection(*({(*each,) for each in json.loads(offer)} for offer in offers.values()))
-            if not common:
+            if offers is None:
+                own = [(kept.epoch, number) for kept in self._kept for number in kept.keeper.numbers]
+                offers = self._job.go_on(json.dumps(own), self._joining())
+            offered = {number: {(*each,) for each in json.loads(offer)} for number, offer in offers.items()}
+            # Of an epoch, those that have joined since have no version, and need none.
+            whole = [
+                each
+                for each in set().union(*offered.values())
+                if all(each in offered.get(number, (each,)) for number in self._job.members_of(each[0]))
+            ]
+            if not whole:
                 raise LostRankError(f"{words}, before the first refresh was complete") from error
-            epoch, number = max(common)
+            epoch, number = max(whole)
             self._kept = [kept for kept in self._kept if kept.epoch == epoch]  # of others, some rank lacks them
-            (kept,) = self._kept
-            lost = [rank for rank, each in enumerate(kept.numbers) if each not in offers]
-            if len(offers) < self._least:
-                raise LostRankError(f"{len(offers)} of least_ranks={self._least} are left after the loss of {words}")
-            check_losses(kept.groups, lost)
-            check_alike(kept.alike, lost)
+            before, members = self._job.members_of(epoch), self._job.members
+            lost = [rank for rank, each in enumerate(before) if each not in members]
+            if len(members) < self._least:
+                raise LostRankError(f"{len(members)} of least_ranks={self._least} are left after the loss of {words}")
+            for kept in self._kept:
+                check_losses(kept.groups, lost)
+                check_alike(kept.alike, lost)
+            rank_of = {rank: members.index(each) for rank, each in enumerate(before) if each in members}
             try:
-                self._move(number, kept, lost, [*offers])
+                self._move(number, lost, rank_of)
             except Exception as again:
-                if self._is_loss(again):
-                    error = again
+                if self._is_loss(again, explained=len(rank_of) < len(members)):
+                    error, offers = again, None
                     continue
                 if isinstance(again, AgreementError):  # as it does not fit on those that are left
                     raise LostRankError(str(again)) from again
                 raise
             return number
 
-    def _move(self, number: int, kept: Kept, lost: Sequence[int], members: Sequence[int]) -> None:
-        """Let the model move to the processes with the numbers `members`, in the state of that version, of `kept`."""
+    def _move(self, number: int, lost: Sequence[int], rank_of: Mapping[int, int]) -> None:
+        """Let the model move to the members of this epoch, in the state of the version of that number in `_kept`, which
+        is empty if this process joins. `rank_of`: of the ranks of that version those that are left, and what they are
+        now."""
+        kept = self._kept[0] if self._kept else None
         self._bring_to_rest()
-        self._make_groups(members)
-        self._replicas.move_to(len(members))
-        rank_of = {kept.numbers.index(each): rank for rank, each in enumerate(members)}
-        self._meet(members)
-        holdings, state = self._rebuilt(kept.keeper, kept.keeper.version(number), lost, rank_of)
+        self._make_groups(self._job.members)
+        self._replicas.move_to(len(self._job.members))
+        self._meet(self._job.members)
+        holdings, state = brought(kept and kept.keeper, number, lost, rank_of, self._ranks)
+        if len(rank_of) < dist.get_world_size():
+            state = joining.shared_state(state, sorted(rank_of.values()), self._ranks, self._job.own)
+        assert state is not None
         regroup(self._model, self._optimizer, group=self._replicas.groups(), holdings=holdings)
         own_state.give(self._state, state)
         self._refresh(number, in_background=False)
-
-    def _rebuilt(
-        self, keeper: Keeper, version: Version, lost: Sequence[int], rank_of: Mapping[int, int]
-    ) -> tuple[list[Holding], Mapping[str, Any]]:
-        """The holdings of this rank from the old epoch, its own block and the part that it rebuilds of a lost one; and
-        its own state. Collective."""
-        ranks, members = self._ranks, keeper.members
-        sent = {rank_of[members[place]]: part for place, part in keeper.parts_to_send(version, lost).items()}
-        awaited = {rank_of[members[place]]: size for place, size in keeper.parts_to_receive(version, lost).items()}
-        arrived = ranks.send_parts(sent, awaited)
-        rebuilt = keeper.rebuild(version, lost, arrived)
-        block = version.block
-        facts, state = decode(_bytes(block.memory[block.state : block.nbytes]))
-        holdings = [facts.part(0, block.state, block.memory[: block.state])]
-        pieces: list[tuple[int, int, bytes]] = []
-        if rebuilt is not None:
-            rank, (size, tail) = members[rebuilt.member], version.sizes[rebuilt.member]
-            first, end = max(rebuilt.start, size), min(rebuilt.start + rebuilt.data.numel(), size + tail)
-            if first < end:
-                data = rebuilt.data[first - rebuilt.start : end - rebuilt.start]
-                pieces.append((rank, first, _bytes(data)))
-        tails: dict[int, list[tuple[int, bytes]]] = {}
-        for found in gather_bytes(encode(pieces), ranks.all):
-            for rank, first, data in decode(found):
-                tails.setdefault(rank, []).append((first, data))
-        if rebuilt is not None:
-            rank = members[rebuilt.member]
-            theirs: Facts = decode(b"".join(data for _, data in sorted(tails[rank])))[0]
-            stop = min(rebuilt.start + rebuilt.data.numel(), version.sizes[rebuilt.member].state)
-            if rebuilt.start < stop:
-                holdings.append(theirs.part(rebuilt.start, stop, rebuilt.data[: stop - rebuilt.start]))
-        return holdings, state
 
     def _bring_to_rest(self) -> None:
         """End what is left of the step that was abandoned."""
@@ -543,7 +581,3 @@ def _own_host(host: str, port: int) -> str:
     """The address of this machine by which those reach it that reach the store."""
     with socket.create_connection((host, port), timeout=10.0) as line:
         return str(line.getsockname()[0])
-
-
-def _bytes(data: torch.Tensor) -> bytes:
-    return bytes(bytes_of(data.contiguous()))

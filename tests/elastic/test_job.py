@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flatfsdp.elastic.job import Job
 from flatfsdp.engine.watchdog.store import StoreClient
-from flatfsdp.errors import FencedError
+from flatfsdp.errors import FencedError, UsageError
 
 pytestmark = pytest.mark.unit
 
@@ -23,15 +23,18 @@ def job() -> Iterator[Callable[..., list[Job]]]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made: list[Job] = []
 
-    def make(members: int, lost_after: float = 60.0, noticed: list[int] | None = None) -> list[Job]:
-        for number in range(members):
+    def make(members: int, lost_after: float = 60.0, noticed: list[int] | None = None, joining: int = 0) -> list[Job]:
+        notes = StoreClient(dist.TCPStore("127.0.0.1", server.port, is_master=False))
+        notes.post("epoch/0/members", str([*range(members)]))
+        for number in range(members + joining):
 
             def on_loss(number: int = number) -> None:
                 if noticed is not None:
                     noticed.append(number)
 
             store = StoreClient(dist.TCPStore("127.0.0.1", server.port, is_master=False))
-            made.append(Job(store, number, range(members), lost_after=lost_after, on_loss=on_loss))
+            first = range(members if number < members else 0)
+            made.append(Job(store, number, first, lost_after=lost_after, on_loss=on_loss))
         return made
 
     yield make
@@ -42,13 +45,13 @@ def learn(jobs: list[Job]) -> None:
         each.learn()
 
 
-def together(jobs: list[Job]) -> dict[int, dict[int, str] | Exception]:
-    """`go_on` of each in a thread of its own, with its number as the offer."""
+def together(jobs: list[Job], joining: dict[int, list[int]] | None = None) -> dict[int, dict[int, str] | Exception]:
+    """`go_on` of each in a thread of its own, with its number as the offer; `joining`: those that come by each."""
     found: dict[int, dict[int, str] | Exception] = {}
 
     def run(each: Job) -> None:
         try:
-            found[each.own] = each.go_on(f"of {each.own}")
+            found[each.own] = each.go_on(f"of {each.own}", (joining or {}).get(each.own, ()))
         except Exception as error:
             found[each.own] = error
 
@@ -153,3 +156,49 @@ def test_of_two_that_report_each_other_one_goes_on(
     two.report(0, "has ended")
     zero.learn()
     assert zero.losses == {0, 1}
+
+
+def test_members_bring_along_those_that_are_connected_to_them(job: Callable[..., list[Job]]) -> None:
+    zero, one, two, joins, late = job(3, joining=2)
+    offers: list[dict[int, str]] = []
+    waiting = threading.Thread(target=lambda: offers.append(joins.join(lambda: True, 30.0)))
+    waiting.start()
+    zero.report(2, "was killed")
+    found = together([zero, one], {0: [4], 1: [3, 4]})
+    waiting.join(30)
+    assert offers == [found[0]] == [found[1]] == [{0: "of 0", 1: "of 1"}]
+    assert late.join(lambda: True, 30.0) == offers[0]
+    assert [(each.epoch, each.members) for each in (zero, one, joins, late)] == [(1, (0, 1, 3, 4))] * 4
+    assert joins.members_of(0) == (0, 1, 2) and joins.members_of(1) == (0, 1, 3, 4)
+    two.learn()
+    assert two.losses == {2}
+
+
+def test_one_that_ends_before_it_has_joined_is_left_out(job: Callable[..., list[Job]]) -> None:
+    noticed: list[int] = []
+    zero, one = job(2, noticed=noticed)
+    one.report(2, "has ended")
+    assert together([zero, one], {1: [2]})[0] == {0: "of 0", 1: "of 1"}
+    assert (zero.epoch, zero.members, noticed) == (1, (0, 1), [])
+
+
+def test_one_that_is_no_member_yet_reports_its_own_loss_only(job: Callable[..., list[Job]]) -> None:
+    zero, _, joins = job(2, joining=1)
+    joins.catch_up()
+    joins.report(1, "has ended")
+    joins.report(2, "failed")
+    zero.learn()
+    assert zero.lost == {2: "failed"}
+    with pytest.raises(FencedError, match=r"number 2 of the job.*failed"):
+        joins.join(lambda: True, 30.0)
+
+
+def test_one_that_waits_learns_of_the_end(job: Callable[..., list[Job]]) -> None:
+    zero, joins = job(1, joining=1)
+    with pytest.raises(UsageError, match="has come to no refresh for 0 s"):
+        joins.join(lambda: True, 0.2)
+    with pytest.raises(UsageError, match="none of its ranks can be reached"):
+        joins.join(lambda: False, 30.0)
+    zero.end("after step 4")
+    with pytest.raises(UsageError, match=r"the job has ended \(after step 4\)"):
+        joins.join(lambda: True, 30.0)

@@ -22,7 +22,7 @@ from torch import nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint.ranks import CheckpointRanks
-from flatfsdp.elastic import survive
+from flatfsdp.elastic import start, survive
 from flatfsdp.elastic.exchange import ParityRanks
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import LostRankError, UsageError
@@ -49,7 +49,9 @@ def sharded(way: str) -> Any:
     """The net, sharded in one of `WAYS`, or of `HYBRIDS`: two replicas. Collective."""
     world = dist.get_world_size()
     names = ("replicate", "shard")
-    mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names) if way in HYBRIDS else None
+    replicas = 1 if world % 2 else 2  # a rank that joins builds the model alone
+    shape = (replicas, world // replicas)
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names) if way in HYBRIDS else None
     model = net()
     if "fully_shard" not in way:
         options: dict[str, Any] = {"device_mesh": mesh, "auto_wrap_policy": {nn.Linear}, "use_orig_params": True}
@@ -95,12 +97,14 @@ def train(
     before: Callable[[int], None] = lambda rank: None,
     way: str = "FULL_SHARD",
     least_ranks: int = 1,
+    at: Callable[[int, int], None] = lambda rank, number: None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
     each step that was taken to its end. `parts`: the steps, one loop for each; `saves`: the folder for checkpoints, of
-    which each step writes one; `before`: called first, with the rank; `way`: of `sharded`."""
+    which each step writes one; `before`: called first, with the rank; `way`: of `sharded`; `at`: called in each step,
+    with the rank and its number."""
     before(rank)
-    dist.init_process_group("gloo")
+    start()
     model = sharded(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -114,6 +118,7 @@ def train(
             threading.Timer(float(moment.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         with step:
             time.sleep(pause)
+            at(rank, step.number)
             world, own = dist.get_world_size(), dist.get_rank()
             count = -(-MICROBATCHES // world)
             for number in range(count):

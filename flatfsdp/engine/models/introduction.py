@@ -53,7 +53,12 @@ def describe(units: Sequence[Unit], *, check_values: str, join_units_below: int)
     facts = [("construction", "succeeded", True), ("check_values", check_values, True)]
     facts.append(("join_units_below", str(join_units_below), True))
     settings = {name: value for axis in own_axes(units) for name, value in axis.settings.items()}
-    facts += [(name, value, True) for name, value in settings.items()]
+    return [*facts, *((name, value, True) for name, value in settings.items()), *facts_of(units)]
+
+
+def facts_of(units: Sequence[Unit]) -> list[Fact]:
+    """Those of units, which may be about to run for the first time."""
+    facts: list[Fact] = []
     numbers = {unit: str(number) for number, unit in enumerate(units)}
     for unit in units:
         subject, groups = f"unit {unit.label}", unit.groups

@@ -55,12 +55,14 @@ class StoreClient:
         StoreGone: from every call, once the store's process has ended.
     """
 
-    def __init__(self, store: Any = None) -> None:
-        """`store`: by default that of the default process group."""
+    def __init__(self, store: Any = None, *, of_start: bool = True) -> None:
+        """`store`: by default that of the default process group. `of_start`: the notes are those of one start, below
+        its name; else also of processes that are started later. [Note: starts]"""
         if store is None:
             assert dist.group.WORLD is not None
             store = dist.group.WORLD.get_group_store()
         self._given: Any = store
+        self._of_start = of_start
         self._connecting = threading.Lock()
         self._store: Any = None  # connected by the first request, since connecting needs the server
         self._connection: socket.socket | None = None
@@ -155,7 +157,7 @@ class StoreClient:
                 if self._store is None:
                     self._connection = _line_to(self._given)
                     store = dist.PrefixStore("flatfsdp", self._given.clone())
-                    self._store = dist.PrefixStore(name_of_this_start(store), store)
+                    self._store = dist.PrefixStore(name_of_this_start(store), store) if self._of_start else store
                     self._given = None  # its end is that of the process group
         if self._connection is not None and _is_closed(self._connection):
             raise StoreGone(f"the store of the process group{where_it_was()} is gone, and the process that served it")
