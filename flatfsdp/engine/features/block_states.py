@@ -12,7 +12,6 @@ name, and cut for any number of ranks. A step, or `load_state_dict()`, puts them
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ NAMES = (AVERAGE, "exp_avg_sq", "max_exp_avg_sq")
 
 
 class BlockStates(OfOptimizer):
-    """The states of one optimizer in blocks of whole parameters; made by `block_states`.
+    """The states of one optimizer in blocks of whole parameters; made by `block_states`, and kept by the hooks.
 
     Attributes:
         exchanges: False: each rank steps by itself.
@@ -57,20 +56,14 @@ class BlockStates(OfOptimizer):
         self._slots: dict[int, Slot | None] = {}
         self._facts: Any = None
         self._codes = CODES + _form_of(self._quantized_zeros(torch.zeros(int(self.optimizer.block_size)), True))
+        self.ranks_changed()
+        optimizer._new_buffer = self._new_state  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        give_wholes(optimizer, self, blocks=True)
 
-    def attach(self) -> None:
-        """Let them be blocks of whole parameters from now on.
-
-        Raises:
-            UsageError: a parameter whose states cannot be divided into blocks as in one process.
-        """
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.slot_of(parameter)
-        self.optimizer._new_buffer = self._new_state
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_load_state_dict_pre_hook(self._before_loading)
-        give_wholes(self.optimizer, self, blocks=True)
+    def _parameters(self) -> list[torch.Tensor]:
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def slot_of(self, parameter: torch.Tensor) -> Slot | None:
         """The place of a parameter in its model; None if it is in no unit.
@@ -82,7 +75,7 @@ class BlockStates(OfOptimizer):
         if facts != self._facts:
             self._facts, self._slots = facts, {}
         if id(parameter) not in self._slots:
-            slots = {id(slot.parameter): slot for slot, _ in each_managed(self.optimizer, "block_states")}
+            slots = {id(slot.parameter): slot for slot in each_managed(self.optimizer, "block_states")}
             for slot in slots.values():
                 self._check(slot)
             self._slots |= slots
@@ -135,8 +128,7 @@ class BlockStates(OfOptimizer):
     def to_shards(self) -> None:
         """Let each quantized state be its codes, and all scales of the parameter. Collective over shards' axes."""
         optimizer = self.optimizer
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        slots = [slot for each in parameters if (slot := self.slot_of(each)) and self.is_quantized(slot)]
+        slots = [slot for each in self._parameters() if (slot := self.slot_of(each)) and self.is_quantized(slot)]
         quiesce([*dict.fromkeys(slot.unit for slot in slots)], shards=False)
         by_axis: dict[int, tuple[Transport, list[Slot]]] = {}
         for slot in slots:
@@ -212,20 +204,18 @@ class BlockStates(OfOptimizer):
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter)
-                if state and (slot := self.slot_of(parameter)) is not None:
-                    self._join(slot, state)
-                    check_shapes(optimizer, parameter, slot.name)
+        for parameter in self._parameters():
+            state = optimizer.state.get(parameter)
+            if state and (slot := self.slot_of(parameter)) is not None:
+                self._join(slot, state)
+                check_shapes(optimizer, parameter, slot.name)
 
     @torch.no_grad()
     def _before_loading(self, optimizer: torch.optim.Optimizer, state_dict: State) -> State:
         """Put states together before torch casts them to the dtype of their parameters."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         states = dict(state_dict["state"])
-        for key, parameter in zip(keys, parameters, strict=False):
+        for key, parameter in zip(keys, self._parameters(), strict=False):
             if states.get(key) and (slot := self.slot_of(parameter)) is not None:
                 states[key] = dict(states[key])
                 self._join(slot, states[key])
@@ -257,17 +247,16 @@ class BlockStates(OfOptimizer):
             UsageError: a parameter is cut inside of a block.
         """
         self._facts = None
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.slot_of(parameter)
+        for parameter in self._parameters():
+            self.slot_of(parameter)
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
         """This rank's part of the state before the first step, as `to_shards` divides it; None if it is in no unit."""
         if (slot := self.slot_of(parameter)) is None:
             return None
         like = slot.handle.at_rest.views[slot.index]
-        holds = (any(each is parameter for each in group["params"]) for group in self.optimizer.param_groups)
-        group = next(itertools.compress(self.optimizer.param_groups, holds))
+        groups = self.optimizer.param_groups
+        group = next(group for group in groups if any(each is parameter for each in group["params"]))
         found: State = {"step": torch.tensor(0.0)}
         for name in NAMES[: 3 if group["amsgrad"] else 2]:
             if self.is_quantized(slot):
@@ -330,5 +319,5 @@ def block_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         refuse_type("block_states: optimizer", optimizer, "a low-bit Adam or AdamW of torchao.optim")
     if optimizer in steps_on_wholes:
         raise UsageError(f"block_states(): it was called for this {type(optimizer).__name__} before, or matrix_steps()")
-    BlockStates(optimizer).attach()
+    BlockStates(optimizer)
     return optimizer

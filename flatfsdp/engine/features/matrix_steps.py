@@ -177,7 +177,7 @@ class _Stepper(OfOptimizer):
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         """A hook: states of distributed tensors are distributed tensors in a state dict."""
-        if any(is_dtensor(slot.parameter) for slot, _ in _managed(optimizer)):
+        if any(is_dtensor(slot.parameter) for slot in _managed(optimizer)):
             self.to_shards()
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
@@ -283,14 +283,11 @@ class _Stepper(OfOptimizer):
     def _find(self, facts: tuple[Any, ...]) -> _Steps:
         rest: list[list[nn.Parameter]] = [[*group["params"]] for group in self.optimizer.param_groups]
         by_axis: dict[tuple[int, int], tuple[Transport, Transport | None, list[Entry]]] = {}
-        units: dict[Unit, None] = {}
-        taken: set[int] = set()
         managed = [*_managed(self.optimizer)]
-        quiesce([*dict.fromkeys(unit for _, unit in managed)], shards=False)  # connects them, before a first forward
-        for slot, unit in managed:
-            units[unit] = None
-            taken.add(id(slot.parameter))
-            transports = unit.axes.transports_of(slot.handle)
+        taken, units = {id(slot.parameter) for slot in managed}, tuple(dict.fromkeys(slot.unit for slot in managed))
+        quiesce([*units], shards=False)  # connects them, before a first forward
+        for slot in managed:
+            transports = slot.unit.axes.transports_of(slot.handle)
             parts, copies = transports.gather, transports.replicate
             key = id(parts.group.process_group), id(copies and copies.group.process_group)
             entries = by_axis.setdefault(key, (parts, copies, []))[2]
@@ -303,7 +300,7 @@ class _Stepper(OfOptimizer):
         by_parameter: dict[int, list[Entry]] = {}
         for entry in (each for exchange in exchanges for each in exchange.entries):
             by_parameter.setdefault(id(entry.slot.parameter), []).append(entry)
-        return _Steps(facts, exchanges, by_parameter, rest, tuple(units), call)
+        return _Steps(facts, exchanges, by_parameter, rest, units, call)
 
     def _exchange(self, transport: Transport, copies: Transport | None, entries: list[Entry]) -> MatrixExchange:
         matrices: list[Matrix] = []
@@ -350,18 +347,18 @@ def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[E
         raise UsageError(f"matrix_steps: {slot.name}: {error}") from None
 
 
-def _managed(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Unit]]:
+def _managed(optimizer: torch.optim.Optimizer) -> Iterator[Slot]:
     """`each_managed` parameter.
 
     Raises:
         UsageError: one of them is no matrix, or is a part of one, in a way that is not supported.
     """
-    for slot, unit in each_managed(optimizer, "matrix_steps"):
+    for slot in each_managed(optimizer, "matrix_steps"):
         _check_place(slot)
-        yield slot, unit
+        yield slot
 
 
-def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[tuple[Slot, Unit]]:
+def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[Slot]:
     """The parameters of units that `optimizer` holds, in the order of its param groups, which is that of all ranks.
 
     Raises:
@@ -390,7 +387,7 @@ def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[tuple[
                 )
             kind, index = places[0]
             spec = unit.handles[kind].layout.params[index]
-            yield Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}"), unit
+            yield Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}")
 
 
 def _check_place(slot: Slot) -> None:
@@ -450,7 +447,7 @@ def matrix_steps(
     Args:
         optimizer: over parameters of models that were wrapped before; or, for a class that refuses to be built on parts
             of matrices as Muon does, a function that builds it from `params`, like `functools.partial(Muon, lr=0.02)`.
-            It is called with a matrix in place of each parameter, and the result holds the parameters themselves.
+            It is called with a single matrix, in place of which the result then gets the parameters.
         params: the parameters, or param groups, for that function.
         sees: what the optimizer has to see completely: `"matrices"`, one for each expert of tensors with three
             dimensions; `"tensors"`, whole ones of any shape; or `"shampoo"`, the same with the costs of its roots. By
@@ -502,7 +499,7 @@ def matrix_steps(
     asked = dict(owners or {})
     if strangers := asked.keys() - held:
         raise ConfigValueError(f"{name}: owners= has {len(strangers)} parameters that the optimizer does not hold")
-    for slot, _ in _managed(optimizer):
+    for slot in _managed(optimizer):
         entries_of(slot, adapter, optimizer.param_groups[slot.group])
         if optimizer.state.get(slot.parameter) and not adapter.in_parts:
             raise UsageError(
@@ -536,28 +533,11 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _built(make: Callable[[Any], torch.optim.Optimizer], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer that `make` builds, over `params` in spite of their shapes: it is built on matrices of one element,
-    which are then replaced."""
+    """The optimizer that `make` builds, over `params` in spite of their shapes: it is built on a matrix of one element,
+    which is then replaced."""
     given = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    real: list[list[nn.Parameter]] = []
-    shown: list[dict[str, Any]] = []
-    matrices: dict[int, nn.Parameter] = {}  # one for each parameter: torch refuses one that is given twice
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
-        real.append([each[1] if isinstance(each, tuple) else each for each in members])  # may be named
-        shown.append({**group, "params": [_matrix_like(each, matrices) for each in members]})
-    optimizer = make(shown)
-    for group, members in zip(optimizer.param_groups, real, strict=True):
-        group["params"] = members
+    optimizer = make([nn.Parameter(torch.zeros(1, 1))])
+    optimizer.param_groups.clear()
+    for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+        optimizer.add_param_group(dict(group))
     return optimizer
-
-
-def _matrix_like(member: Any, known: dict[int, nn.Parameter]) -> Any:
-    if isinstance(member, tuple):
-        return member[0], _matrix_like(member[1], known)
-    if id(member) not in known:
-        shown = torch.zeros((1, 1), dtype=member.dtype, device=member.device)
-        known[id(member)] = nn.Parameter(shown, requires_grad=member.requires_grad)
-    return known[id(member)]

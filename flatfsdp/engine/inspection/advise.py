@@ -356,21 +356,18 @@ def _received(plan: Plan, way: Way, node: int) -> tuple[int, int]:
     twice that in a reduction to all, which is both. Of an exchange of matrices ([Note: matrix exchange]) it receives
     about what it sends, and as much from each of the others.
     """
+    shards, replicas = _ranks_of_shards(way), _ranks_of_replicas(way)
     inside = across = 0
-    for kind, ranks, times in (
-        ("all_gather", _ranks_of_shards(way), 1),
-        ("reduce_scatter", _ranks_of_shards(way), 1),
-        ("all_reduce", _ranks_of_replicas(way), 2),
+    for kind, ranks, times, parts in (
+        ("all_gather", shards, 1, len(shards)),
+        ("reduce_scatter", shards, 1, len(shards)),
+        ("all_reduce", replicas, 2, len(replicas)),
+        ("all_to_all", shards, 1, max(1, len(shards) - 1)),
+        ("to_replicas", replicas, 1, max(1, len(replicas) - 1)),
     ):
-        size = plan.comm.get(kind, (0, 0))[1]
-        near = sum(rank < node for rank in ranks)
-        inside += times * size * (near - 1) // len(ranks)
-        across += times * size * (len(ranks) - near) // len(ranks)
-    for kind, ranks in (("all_to_all", _ranks_of_shards(way)), ("to_replicas", _ranks_of_replicas(way))):
-        size, others = plan.comm.get(kind, (0, 0))[1], max(1, len(ranks) - 1)
-        near = sum(rank < node for rank in ranks)
-        inside += size * (near - 1) // others
-        across += size * (len(ranks) - near) // others
+        size, near = plan.comm.get(kind, (0, 0))[1], sum(rank < node for rank in ranks)
+        inside += times * size * (near - 1) // parts
+        across += times * size * (len(ranks) - near) // parts
     return inside, across
 
 

@@ -31,10 +31,6 @@ class Elements:
         """The number of elements at whose multiples `param` may be cut."""
         return _at_most(param, self.count)
 
-    def finer(self) -> Grain | None:
-        """The grain of half the size, if there is one."""
-        return None if self.count % 2 else Elements(self.count // 2)
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -51,10 +47,6 @@ class Rows:
     def elements(self, param: ParamSpec) -> int:
         """The number of elements at whose multiples `param` may be cut."""
         return _at_most(param, self.count * (param.numel // max(param.rows, 1)))
-
-    def finer(self) -> Grain | None:
-        """The grain of half the size, if there is one."""
-        return None if self.count % 2 else Rows(self.count // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +80,6 @@ class Blocks:
                 f"each matrix whole, or tiles with a divisor of {rows} as the number of rows"
             )
         return _at_most(param, self.rows * row)
-
-    def finer(self) -> Grain | None:
-        """The grain of half the size, if there is one; tiles have none."""
-        return None if self.rows % 2 or self.columns is not None else Blocks(self.rows // 2)
 
 
 Shape = tuple[int, ...]
@@ -134,10 +122,6 @@ class Whole:
         """The number of elements at whose multiples `param` may be cut: all."""
         return max(param.numel, 1)
 
-    def finer(self) -> Grain | None:
-        """None: a part of a parameter is not whole."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class Preferred:
@@ -151,10 +135,6 @@ class Preferred:
     def elements(self, param: ParamSpec) -> int:
         """The number of elements at whose multiples `param` is best cut."""
         return self.grain.elements(param)
-
-    def finer(self) -> Grain | None:
-        """None: it is cut anywhere instead."""
-        return None
 
 
 Grain = Elements | Rows | Blocks | Whole | Preferred

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import lcm
+from sys import maxsize
 
 from ...errors import ConfigValueError, did_you_mean
 from ..layout.layout import FlatLayout, ParamSpec
-from .grains import BUDGET, Elements, Grain, Preferred, Whole
+from .grains import BUDGET, Blocks, Elements, Grain, Preferred, Rows, Whole
 from .planned import PlannedLayout
 
 Item = tuple[int, int]  # the elements of a parameter, and its grain
@@ -131,8 +132,8 @@ def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float
             choices.append(f"shards over {shards} ranks with {world // shards} replicas ({its:.2%})")
             break
     finer: dict[str, Grain] = dict(grains)
-    while any(grain.finer() for grain in finer.values()):
-        finer = {name: grain.finer() or grain for name, grain in finer.items()}
+    while any(map(_finer, finer.values())):
+        finer = {name: _finer(grain) or grain for name, grain in finer.items()}
         if (its := padding(finer, world)) <= budget:
             changed = sorted({f"{finer[name]} for {grain}" for name, grain in grains.items() if finer[name] != grain})
             choices.append(f"{', '.join(changed)} ({its:.2%})")
@@ -144,6 +145,15 @@ def cheaper(layout: PlannedLayout, grains: Mapping[str, Grain], *, budget: float
         f"The largest grain is {grains[name]} of {name!r} with {size:,} elements, where an equal part of all has "
         f"{total // world:,}. Within it are: {within}"
     )
+
+
+def _finer(grain: Grain) -> Grain | None:
+    """The grain of half the size; tiles and what is whole have none, and preferred ones are given up instead."""
+    if isinstance(grain, Blocks) and grain.columns is None:
+        return None if grain.rows % 2 else Blocks(grain.rows // 2)
+    if isinstance(grain, (Elements, Rows)):
+        return None if grain.count % 2 else type(grain)(grain.count // 2)
+    return None
 
 
 def _items(params: Sequence[ParamSpec], grains: Mapping[str, Grain]) -> Iterable[Item]:
@@ -183,34 +193,27 @@ class _Segment:
         self.gaps[gap : gap + 1] = [each for each in ((start, first), (end, stop)) if each[0] < each[1]]
         self.offsets.append((first, index))
 
-    def pour_on(self, rank: int, index: int, item: Item) -> bool:
-        """Place a parameter in the first gap of one rank's piece that it fits in; False if there is none."""
-        low, high = rank * self.piece, (rank + 1) * self.piece
-        for gap in range(max(0, bisect_right(self.gaps, (low, high)) - 1), len(self.gaps)):
-            start, stop = self.gaps[gap]
-            first = _round_up(max(start, low), self.align)
-            if first + item[0] <= min(stop, high):
-                self.put(index, item, gap, first)
-                return True
-            if start >= high:
-                break
-        return False
-
-    def pour(self, index: int, item: Item) -> bool:
-        """Place a parameter in the first gap that it fits in; False if there is none."""
+    def pour(self, index: int, item: Item, rank: int | None = None) -> bool:
+        """Place a parameter in the first gap that it fits in, in the piece of a `rank` if one is given; False if there
+        is none."""
         if not item[0]:
             self.offsets.append((0, index))
             return True
-        last, begin = self.last
-        for gap in range(begin if last == item else 0, len(self.gaps)):
-            start, stop = self.gaps[gap]
-            if stop - start >= item[0]:
-                first = _first_fit(start, stop, item, self.piece, self.align)
-                if first is not None:
-                    self.put(index, item, gap, first)
-                    self.last = item, gap
-                    return True
-        self.last = item, len(self.gaps)
+        low, high, begin = 0, maxsize, self.last[1] if self.last[0] == item else 0
+        if rank is not None:
+            low, high = rank * self.piece, (rank + 1) * self.piece
+            begin = max(0, bisect_right(self.gaps, (low, high)) - 1)
+        for gap in range(begin, len(self.gaps)):
+            start, stop = max(self.gaps[gap][0], low), min(self.gaps[gap][1], high)
+            if start >= high:
+                break
+            first = _first_fit(start, stop, item, self.piece, self.align) if stop - start >= item[0] else None
+            if first is not None:
+                self.put(index, item, gap, first)
+                self.last = (item, gap) if rank is None else self.last
+                return True
+        if rank is None:
+            self.last = item, len(self.gaps)
         return False
 
 
@@ -287,7 +290,7 @@ class _Contents:
         heapq.heapify(idle)
         for index in costly:
             full = []
-            while idle and not segment.pour_on(idle[0][1], index, self.items[index]):
+            while idle and not segment.pour(index, self.items[index], idle[0][1]):
                 full.append(heapq.heappop(idle))
             if not idle:
                 return None
