@@ -151,28 +151,29 @@ def test_torchs_own_scaler_skips_a_step_on_one_rank(sees: str | None, run: Run) 
     assert run(1, scaled, sees, torch.amp.GradScaler) == [[]]
 
 
-def replaced(rank: int, world: int) -> list[bool]:
-    """Whether matrices of new models, in the memory of earlier ones, are given out freely."""
+def replaced(rank: int, world: int) -> list[int]:
+    """How many matrices of new models, some in the memory of earlier ones, are given to an owner of before."""
     optimizer: Any = None
     found = []
-    for _ in range(6):
-        model = FullyShardedDataParallel(nn.Linear(6, 6, bias=False), use_orig_params=True)
-        (weight,) = model.parameters()
+    for _ in range(8):
+        layers = (nn.Linear(6, 6, bias=False) for _ in range(12))
+        model = FullyShardedDataParallel(nn.Sequential(*layers), use_orig_params=True)
+        params = [*model.parameters()]
         if optimizer is None:
-            steps = flatfsdp.matrix_steps(muon, [weight], owners={weight: 0})
+            steps = flatfsdp.matrix_steps(muon, params, owners=dict.fromkeys(params, 0))
             optimizer = steps.optimizer
-        optimizer.param_groups[0]["params"] = [weight]
+        optimizer.param_groups[0]["params"] = params
         optimizer.state.clear()
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
-        found.append(steps.plans[0].matrices[0].asked is None)
-        del model, weight
+        found.append(sum(matrix.asked is not None for matrix in steps.plans[0].matrices))
+        del model, params
         gc.collect()
     return found
 
 
 def test_an_owner_is_that_of_a_parameter_and_not_of_its_id(run: Run) -> None:
-    assert run(1, replaced) == [[False] + [True] * 5]
+    assert run(1, replaced) == [[12] + [0] * 7]
 
 
 def test_step_counts_at_owners_are_where_kernels_read_them() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,10 +148,10 @@ def _sums(
     pieces: Sequence[Piece], axis: Transport | None, power: Power, device: torch.device, dtype: torch.dtype
 ) -> Sequence[torch.Tensor]:
     """The sums of the tiles of each of `pieces`; on `axis`, if there is one, ranks have different elements of them."""
-    starts = _starts(piece.place.tiles for piece in pieces)
+    starts = [0, *accumulate(piece.place.tiles for piece in pieces)]
     ragged = [(number, tile) for number, piece in enumerate(pieces) for tile in piece.place.ragged]
     row_of = {where: row for row, where in enumerate(ragged)}
-    count = sum(piece.place.tiles for piece in pieces)
+    count = starts[-1]
     both = torch.zeros(count + len(ragged) * TILE, dtype=dtype, device=device)
     sums, rows = both[:count], both[count:].view(-1, TILE)
     for numbers in _together(pieces):
@@ -205,14 +206,6 @@ def _magnitudes(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     real, imaginary = values.real.to(dtype), values.imag.to(dtype)
     return (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
-
-
-def _starts(counts: Iterable[int]) -> list[int]:
-    found, end = [], 0
-    for count in counts:
-        found.append(end)
-        end += count
-    return found
 
 
 def by_halves(rows: torch.Tensor) -> torch.Tensor:

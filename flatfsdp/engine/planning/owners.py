@@ -257,15 +257,10 @@ def _balanced(matrices: Sequence[Matrix], world: int, replicas: int) -> tuple[in
         else:
             owners[index] = matrix.asked
             loads[matrix.asked] += matrix.cost
-    if replicas == 1:  # where a matrix lies, it is stepped on without traffic: a given load, before others are balanced
-        for index in free:
-            if not matrices[index].is_cut:
-                owners[index] = matrices[index].parts[0].rank
-                loads[owners[index]] += matrices[index].cost
-        free = [index for index in free if matrices[index].is_cut]
     idle = [(load, member) for member, load in enumerate(loads)]
     heapq.heapify(idle)
-    for index in sorted(free, key=lambda index: (-matrices[index].cost, index)):
+    # Where a matrix lies, it is stepped on without traffic: a given load, before others are balanced.
+    for index in sorted(free, key=lambda index: (matrices[index].is_cut, -matrices[index].cost, index)):
         while loads[idle[0][1]] != idle[0][0]:  # it was given a matrix since
             heapq.heappop(idle)
         matrix, (least, owner) = matrices[index], idle[0]
