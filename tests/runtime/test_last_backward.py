@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint import load, save
 from flatfsdp.engine.guards import deferred_grad as awaited
+from flatfsdp.engine.models.rest import abandon
+from flatfsdp.engine.models.walks import units_in
+from flatfsdp.engine.runtime.model import model_of
 from tests.conftest import Run
 from tests.harness import inspect
 from tests.harness.corners import (
@@ -323,3 +326,26 @@ def held_elsewhere(rank: int, world: int) -> list[bool]:
 
 def test_copies_have_the_setting(pool2: Run) -> None:
     assert all(map(all, pool2(held_elsewhere)))
+
+
+def abandoned(rank: int, world: int) -> bool:
+    """A reduction that is under way fails as the connections break; the model goes on."""
+    model = LINGER[0].wrap(seeded(Net), ())
+    model.set_is_last_backward(False)
+    microbatch(model, rank, 0, 0)
+    pending: Any = model_of(units_in(model)[-1]).iteration.pending
+    finish = pending._finish
+
+    def broken() -> None:
+        finish()
+        raise RuntimeError("connection closed by peer")
+
+    pending._finish = broken
+    abandon(units_in(model))
+    left = any(p.grad is not None for p in model.parameters())
+    microbatch(model, rank, 0, 1)
+    return not left and any(p.grad is not None for p in model.parameters())
+
+
+def test_one_that_fails_is_abandoned(pool2: Run) -> None:
+    assert all(pool2(abandoned))

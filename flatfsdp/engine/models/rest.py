@@ -132,6 +132,9 @@ def abandon(units: Sequence[Unit]) -> None:
                 with suppress(RuntimeError):
                     each.discard()
             grads.reducing.clear()
+    for model in models_of(units):
+        with suppress(RuntimeError):
+            model.iteration.wait_for_gradients()
     quiesce(units, collective=False, frees=True)
     for model in models_of(units):
         iteration = model.iteration
