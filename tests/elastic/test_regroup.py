@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.features import test_block_states as blocks
 from tests.features import test_deterministic_sums as sums
 from tests.harness import pool
 from tests.harness.corners import seeded
+from tests.harness.meshes import named_mesh
 
 pytestmark = pytest.mark.distributed
 
@@ -227,17 +229,20 @@ def test_hybrids_move_to_other_pairs_and_fewer_replicas(tmp_path: Any, front: st
 # --- the same bits as an undisturbed run ------------------------------------------------------------------------------
 
 
-def made(kind: str) -> tuple[Any, torch.optim.Optimizer]:
+def made(kind: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """A model with deterministic sums, and an optimizer of this kind."""
     torch.manual_seed(0)
     if kind == "states of blocks":
-        model = blocks.wrapped("wrapper", "LowBitAdam", Wide(), deterministic_sums=True)
+        model = blocks.wrapped("wrapper", "LowBitAdam", Wide(), deterministic_sums=True, **options)
         return model, flatfsdp.block_states(blocks.make("LowBitAdam", model.parameters()))
     if kind == "post-forward shards":  # of two ranks, which three cannot have
         model = sums.sharded(sums.Net(), reshard_after_forward=2)
     else:
-        model = (sums.sharded if kind == "fully_shard" else sums.wrapped)(sums.Net())
+        model = (sums.sharded if kind == "fully_shard" else sums.wrapped)(sums.Net(), **options)
     params = [p for p in model.parameters() if p.requires_grad]
+    if kind == "Muon":
+        matrices = [p for name, p in model.named_parameters() if name.endswith("weight") and p.requires_grad]
+        return model, flatfsdp.matrix_steps(partial(torch.optim.Muon, lr=1e-2), matrices).optimizer
     if kind == "whole matrices":
         return model, flatfsdp.matrix_steps(torch.optim.Adafactor(params, lr=1e-2)).optimizer
     optimizer = torch.optim.AdamW(params, lr=1e-2)
@@ -254,6 +259,14 @@ class Wide(sums.Net):
         self.head = nn.Linear(13, 1024)
 
 
+def one_step(model: Any, optimizer: torch.optim.Optimizer, step: int, number: int, ranks: int) -> None:
+    for index, last in sums.rounds(sums.aligned(5, ranks), number):
+        with sums.unsynchronized(model, last), flatfsdp.microbatch(index, of=5):
+            model(sums.batch(step, index or 0), rarely=index is not None and index % 4 == 1).square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+
+
 def deterministic(rank: int, world: int, kind: str, worlds: Sequence[int]) -> str:
     """The hash of the state after a step on each of `worlds`, the numbers of first ranks that take part."""
     model, optimizer = made(kind)
@@ -264,14 +277,8 @@ def deterministic(rank: int, world: int, kind: str, worlds: Sequence[int]) -> st
             group = first if rank < ranks else None
             regroup(model, optimizer, group=group, holdings=None if rank < taking else ())
             taking = ranks
-        for index, last in sums.rounds(sums.aligned(5, ranks), rank) if rank < ranks else ():
-            with sums.unsynchronized(model, last), flatfsdp.microbatch(index, of=5):
-                model(
-                    sums.batch(step, index or 0), rarely=index is not None and index % 4 == 1
-                ).square().mean().backward()
         if rank < ranks:
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, optimizer, step, rank, ranks)
     return sums.digest(model, optimizer) if rank < taking else ""
 
 
@@ -282,6 +289,33 @@ def test_the_bits_are_those_of_a_run_that_stays(kind: str) -> None:
     expected = set(pool.run(4, deterministic, kind, (4, 4, 4, 4, 4)))
     found = pool.run(4, deterministic, kind, (4, 3, 2, 3, 4))
     assert len(expected) == 1 and set(found) == expected
+
+
+def one_replica(rank: int, world: int, kind: str, gone: int) -> str:
+    """The hash of the state after two steps on two replicas, and two more, where all but the rank `gone` go on in one
+    replica, with what they have themselves. Of four ranks in two replicas, each shard has two."""
+    hybrid = {"sharding_strategy": "HYBRID_SHARD"} | ({} if kind == "states of blocks" else {"mesh": (2, 2)})
+    model, optimizer = made(kind, **({"mesh": named_mesh(2, 2)} if kind == "fully_shard" else hybrid))
+    left = [each for each in range(world) if each != gone]
+    for step in range(2):
+        one_step(model, optimizer, step, rank, world)
+    shard = dist.new_group(left)
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    if rank == gone:
+        regroup(model, optimizer, group=None, holdings=())
+        return ""
+    mesh = DeviceMesh.from_group([alone, shard], "cpu", torch.tensor([left]), mesh_dim_names=("replicate", "shard"))
+    regroup(model, optimizer, group=mesh)
+    for step in range(2, 4):
+        one_step(model, optimizer, step, left.index(rank), len(left))
+    return sums.digest(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "fully_shard", "whole matrices", "Muon", "states of blocks"])
+def test_what_replicas_hold_alike_one_of_them_has(kind: str) -> None:
+    (expected,) = pool.run(1, deterministic, kind, (1, 1, 1, 1))
+    for gone in (0, 3):
+        assert {*pool.run(4, one_replica, kind, gone)} == {"", expected}
 
 
 # --- ranks that were not there ----------------------------------------------------------------------------------------

@@ -333,14 +333,14 @@ def abandoned(rank: int, world: int) -> bool:
     model = LINGER[0].wrap(seeded(Net), ())
     model.set_is_last_backward(False)
     microbatch(model, rank, 0, 0)
-    pending: Any = model_of(units_in(model)[-1]).iteration.pending
-    finish = pending._finish
+    iteration = model_of(units_in(model)[-1]).iteration
+    assert iteration.pending is not None
+    iteration.pending.wait()
 
     def broken() -> None:
-        finish()
         raise RuntimeError("connection closed by peer")
 
-    pending._finish = broken
+    iteration.pending = awaited.PendingGradients([*model.parameters()], broken)
     abandon(units_in(model))
     left = any(p.grad is not None for p in model.parameters())
     microbatch(model, rank, 0, 1)
