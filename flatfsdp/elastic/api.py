@@ -26,7 +26,7 @@ from ..engine.runtime.unit import Unit
 from ..engine.state.named_param import named_state
 from ..engine.state.optim.descriptions import KeptWhole, alike, shown, value_of
 from ..engine.state.optim.param_map import OptimizedParam, ParamMap, groups_of
-from ..engine.wrapping.regrouping import Place, Regrouping, at_rest, release
+from ..engine.wrapping.regrouping import Regrouping, Target, at_rest, release
 from ..errors import AgreementError, ConfigValueError, UsageError, by_ranks, refuse_type
 from ..messages import meet_and_gather
 from .holding import KEPT, OWN, Entry, Facts, Holding, Value, buffers_of
@@ -80,7 +80,7 @@ def regroup(
     with torch.inference_mode(False):
         if given is None:
             return made.leave()
-        return made.move(_places(units_in(model), given, mesh))
+        return made.move(_targets(units_in(model), given, mesh))
 
 
 def _given(group: Any) -> tuple[Any, Any]:
@@ -97,8 +97,8 @@ def _given(group: Any) -> tuple[Any, Any]:
     return refuse_type("regroup: group", group, "a process group, a pair of them, a 1-D or 2-D device mesh, or None")
 
 
-def _places(units: Sequence[Unit], given: Any, mesh: Any) -> Callable[[Unit], Place]:
-    """The new place of each unit. Creates the communicators for reductions, collective over `given`: also a rank that
+def _targets(units: Sequence[Unit], given: Any, mesh: Any) -> Callable[[Unit], Target]:
+    """The new ranks of each unit. Creates the communicators for reductions, collective over `given`: also a rank that
     wraps its model over that waits there."""
     if not units:
         raise UsageError("regroup(): model: expected a sharded model, found no sharded module in it")
@@ -120,17 +120,17 @@ def _places(units: Sequence[Unit], given: Any, mesh: Any) -> Callable[[Unit], Pl
         if key not in found:
             found[key] = plan_in(unit.groups.strategy, given, unit.groups.device)
 
-    def place(unit: Unit) -> Place:
+    def target(unit: Unit) -> Target:
         groups, before = found[unit.groups.strategy, unit.groups.device], unit.built.device_mesh
         if mesh is not None or before is None:
-            return Place(groups, mesh)
+            return Target(groups, mesh)
         if isinstance(given, tuple):
             raise ConfigValueError(
                 f"regroup: group: unit {unit.label} lies on a device mesh of 2 dimensions; pass the new mesh"
             )
-        return Place(groups, mesh_over(groups, before.device_type, [*given_ranks(groups)], before.mesh_dim_names))
+        return Target(groups, mesh_over(groups, before.device_type, [*given_ranks(groups)], before.mesh_dim_names))
 
-    return place
+    return target
 
 
 class _Report(NamedTuple):
@@ -170,12 +170,12 @@ class _Regroup:
         self._all("is done", lambda: None)
         return moved
 
-    def move(self, place_of: Callable[[Unit], Place]) -> Moved:
+    def move(self, target_of: Callable[[Unit], Target]) -> Moved:
         """The call of a rank of the new group."""
         regrouping: list[Regrouping] = []
 
         def prepare() -> _Report:
-            regrouping.append(Regrouping(self.model, place_of))
+            regrouping.append(Regrouping(self.model, target_of))
             return self._report(self._wants(regrouping[0]), regrouping[0].check_values)
 
         filling = _Filling(self.model, self.optimizer)
@@ -203,10 +203,10 @@ class _Regroup:
     def _wants(self, regrouping: Regrouping) -> Iterable[Want]:
         """The needs of this rank in its new place."""
         at = {}
-        for unit, layouts, place in zip(regrouping.units, regrouping.layouts, regrouping.places, strict=True):
+        for unit, layouts, target in zip(regrouping.units, regrouping.layouts, regrouping.targets, strict=True):
             for kind, layout in enumerate(layouts):
                 for index, spec in enumerate(layout.params):
-                    at[id(unit), kind, spec.name] = layout.span_in_param(index, place.groups.shard.rank)
+                    at[id(unit), kind, spec.name] = layout.span_in_param(index, target.groups.shard.rank)
         for named in named_state(self.model):
             if named.unit is None:
                 yield Want(named.name, tuple(named.leaf.shape), None, 0, named.leaf.numel(), OWN)

@@ -15,7 +15,7 @@ from flatfsdp.engine.agreement import op_sequence
 from flatfsdp.engine.agreement.op_sequence import OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
-from flatfsdp.engine.agreement.turns import Turns
+from flatfsdp.engine.agreement.turns import ModelOrder
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.watchdog.store import StoreClient
@@ -112,7 +112,7 @@ def test_models_over_two_groups_meet_in_each_of_them() -> None:
         model = RankExchange()
         model.rank, model.ranks, model.scope, model.watch = rank, tuple(range(4)), "model", watch
         axis: Any = SimpleNamespace(ranks=(0, 1) if rank < 2 else (2, 3))
-        turns[rank] = Turns(axis, model, 0, {})
+        turns[rank] = ModelOrder(axis, model, 0, {})
     with patch.object(op_sequence, "PATIENCE", 0.5):
         turns[2].meetings.announce(0, Op(1, "began a forward"))
         with pytest.raises(AgreementError, match="rank 0 began a forward; rank 1 has not reached this point"):

@@ -4,13 +4,14 @@ fronts here, and both there."""
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import flatfsdp
-from tests.agreement.test_orders import FAULTS, FRONTS, OF_TWO, commit, shard, step
+from tests.agreement.test_orders import FAULTS, FRONTS, OF_TWO, SECONDS, commit, shard, step
 from tests.agreement.test_orders import Net as Net
 from tests.harness import fresh
 from tests.harness.thorough import spread
@@ -31,7 +32,11 @@ def later(rank: int, world: int, fault: str, front: str) -> None:
             continue
         for model in models:
             step(model, **FAULTS[fault][0])
-    commit(rank, world, models, fault)
+    began = time.monotonic()
+    try:
+        commit(rank, world, models, fault)
+    finally:
+        print(f"ended after {time.monotonic() - began:.1f} s", flush=True)
 
 
 @pytest.mark.ranks(2, later, of=["fault", "front"], timeout=LIMIT)
@@ -44,4 +49,6 @@ def test_every_rank_ends_in_words(outcomes: list[fresh.Outcome], fault: str, fro
         found = re.search(r"AgreementError: (ranks? .*\branks? .*1.*)", words)
         assert found is not None, (rank, outcome)
         reported.add(found[1])
+        ended = re.search(r"ended after ([0-9.]+) s", words)
+        assert ended is not None and float(ended[1]) < SECONDS, words
     assert len(reported) == 1, reported

@@ -17,7 +17,7 @@ SIZES = [0, 1, 2, 3, 255, 256, 257, 511, 1000, 66_003]  # the last in several ch
 
 
 def through(codec: BlockCodec, values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    rows = torch.full((values.shape[0], codec.row_bytes(values.shape[1])), 255, dtype=torch.uint8)
+    rows = torch.full((values.shape[0], codec.encoded_bytes(values.shape[1])), 255, dtype=torch.uint8)
     codec.encode(values, rows)
     outputs = torch.full(values.shape, 7.0, dtype=dtype)
     codec.decode_into(outputs, rows)
@@ -55,10 +55,10 @@ def test_decoded_numbers_are_near(name: str, numel: int) -> None:
 @pytest.mark.parametrize("numel", SIZES)
 def test_bytes_of_rows(numel: int) -> None:
     scales, padding = 4 * -(-numel // 256), 3
-    assert numel <= INT8.row_bytes(numel) - scales <= numel + padding
-    assert -(-numel // 2) <= INT4.row_bytes(numel) - scales <= -(-numel // 2) + padding
-    assert FP8.row_bytes(numel) == INT8.row_bytes(numel)
-    assert {codec.row_bytes(numel) % 4 for codec in CODECS.values()} == {0}
+    assert numel <= INT8.encoded_bytes(numel) - scales <= numel + padding
+    assert -(-numel // 2) <= INT4.encoded_bytes(numel) - scales <= -(-numel // 2) + padding
+    assert FP8.encoded_bytes(numel) == INT8.encoded_bytes(numel)
+    assert {codec.encoded_bytes(numel) % 4 for codec in CODECS.values()} == {0}
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -90,7 +90,7 @@ def test_what_is_decoded_and_what_is_lost_are_what_there_was(codec: BlockCodec, 
     lost = (of_many_sizes(3, numel).flip(0) / 10).to(dtype)
     there = values.double() + lost.double()
     size = largest_of_block(there)
-    rows = torch.empty(3, codec.row_bytes(numel), dtype=torch.uint8)
+    rows = torch.empty(3, codec.encoded_bytes(numel), dtype=torch.uint8)
     codec.encode(values, rows, lost)
     decoded = torch.empty(3, numel)
     codec.decode_into(decoded, rows)
@@ -103,7 +103,7 @@ def test_what_is_decoded_and_what_is_lost_are_what_there_was(codec: BlockCodec, 
 def test_zeros_and_blocks_that_are_nan_lose_nothing_and_wait(codec: BlockCodec) -> None:
     values, lost = of_many_sizes(2, 1000), of_many_sizes(2, 1000).flip(0)
     values[:, ::3], values[0, 300], values[1, 999] = 0, torch.nan, torch.inf
-    before, rows = lost.clone(), torch.empty(2, codec.row_bytes(1000), dtype=torch.uint8)
+    before, rows = lost.clone(), torch.empty(2, codec.encoded_bytes(1000), dtype=torch.uint8)
     codec.encode(values, rows, lost)
     found = torch.empty(2, 1000)
     codec.decode_into(found, rows)
@@ -122,10 +122,10 @@ def test_what_is_decoded_is_rounded_once_to_the_output() -> None:
 
 def test_rows_may_lie_apart_and_values_anywhere() -> None:
     """As in a buffer of several tensors, and in a table of pieces."""
-    table = torch.zeros(3, 2 * INT8.row_bytes(300) + 8, dtype=torch.uint8)
+    table = torch.zeros(3, 2 * INT8.encoded_bytes(300) + 8, dtype=torch.uint8)
     values = of_many_sizes(3, 700)[:, 100:400]
-    for offset in (4, 4 + INT8.row_bytes(300)):
-        rows = table[:, offset : offset + INT8.row_bytes(300)]
+    for offset in (4, 4 + INT8.encoded_bytes(300)):
+        rows = table[:, offset : offset + INT8.encoded_bytes(300)]
         INT8.encode(values, rows)
         found = torch.empty(300, 3).T
         INT8.decode_into(found, rows)
@@ -138,7 +138,7 @@ def test_rows_may_lie_apart_and_values_anywhere() -> None:
 def test_sums_are_in_the_order_of_places(name: str, place: int) -> None:
     codec, numel = CODECS[name], 66_003
     others, own = of_many_sizes(3, numel), of_many_sizes(1, numel)[0] * 1.7
-    rows = torch.empty(3, codec.row_bytes(numel), dtype=torch.uint8)
+    rows = torch.empty(3, codec.encoded_bytes(numel), dtype=torch.uint8)
     codec.encode(others, rows)
     terms = list(through(codec, others))
     terms.insert(place, own)

@@ -1,5 +1,6 @@
 """A program that trains with the nucleus of the engine alone: `python -m tests.harness.nucleus_alone RANK WORLD
-FILE`. Rank 0 then trains by itself, too.
+FILE`. WORLD is 4: ranks 0 and 1 train with each other, then all of them as two replicas of two shards, then rank 0 by
+itself.
 
 Every other file of flatfsdp is blocked from import, except the errors, the public values, `base` and `config`. It makes
 its units itself, and compares every loss with that of a plain model on the data of all ranks.
@@ -42,12 +43,14 @@ def block() -> None:
 
 
 def main(rank: int, world: int, file: str) -> None:
-    """Train every case on all ranks, and on rank 0 alone."""
+    """Train every case on two ranks, or if it is a hybrid on two times two, and on rank 0 alone."""
     block()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if rank < 2:
+        play(rank, 2, dist.FileStore(f"{file}.pair", 2))
     play(rank, world, dist.FileStore(file, world))
     if rank == 0:
         play(0, 1, dist.HashStore())
@@ -56,12 +59,12 @@ def main(rank: int, world: int, file: str) -> None:
 
 
 def play(rank: int, world: int, store: Any) -> None:
-    """Train every case."""
+    """Train every case for this number of ranks."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     for case, settings in CASES.items():
-        if world == 1 and settings.get("strategy", "").startswith(("HYBRID", "_HYBRID")):
+        if (world == 4) != ("HYBRID" in settings.get("strategy", "")):
             continue
         try:
             train(rank, world, **settings)
@@ -156,10 +159,15 @@ def wrapped(
 
     cpu, chosen = torch.device("cpu"), ShardingStrategy[strategy]
     group, alone = dist.group.WORLD, Axis.alone()
-    whole = Axis.of(group, cpu) if world > 1 else alone
-    across = whole if not traits(chosen).shards or traits(chosen).replicates else None
-    shard = alone if across is not None else whole
-    groups = ProcessGroups(shard, shard, across if world > 1 else None, chosen, group, cpu)
+    shard, across = Axis.of(group, cpu) if world > 1 else alone, None
+    if not traits(chosen).shards:
+        shard, across = alone, shard if world > 1 else None
+    elif traits(chosen).replicates:  # two replicas of two shards; all ranks make all groups
+        made = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+        shard, across = (
+            next(Axis.of(each, cpu) for each in pair if dist.get_rank(each) >= 0) for pair in (made[:2], made[2:])
+        )
+    groups = ProcessGroups(shard, shard, across, chosen, group, cpu)
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecision()
 
     class Wrapper(nn.Module):

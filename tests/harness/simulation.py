@@ -36,13 +36,6 @@ PARAMETERS = 2  # per unit
 Leaf = tuple[str, int]
 
 
-class Listed(tuple[str, ...]):
-    """Units that another one prefetches in a forward."""
-
-    def units(self) -> Iterable[str]:
-        return self
-
-
 @dataclass(eq=False)
 class Region:
     """A checkpoint around some calls; it may be inside another one, `around`."""
@@ -120,7 +113,7 @@ class Program:
     covered: tuple[int, ...] = (0,)
     frees: frozenset[str] = frozenset()
     gathers_next: frozenset[str] = frozenset()
-    listed: dict[str, Listed] = field(default_factory=dict)
+    listed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     is_known: bool = True
 
     def tied(self) -> set[str]:
@@ -239,7 +232,7 @@ def drawn_program(seed: int) -> Program:
         made,
         frees=frozenset(name for name in names if rng.random() < frees),
         gathers_next=frozenset(name for name in names if rng.random() < ahead),
-        listed={name: Listed(rng.choices(names, k=rng.choice((1, 2)))) for name in names if rng.random() < listing},
+        listed={name: tuple(rng.choices(names, k=rng.choice((1, 2)))) for name in names if rng.random() < listing},
         is_known=rng.random() < 0.8,
     )
 
@@ -403,7 +396,8 @@ class SimulatedForwards(ForwardSchedule[str]):
                 is_requested=lambda unit: False,
                 joins=program.sizes.__getitem__,
                 gathers_next=program.gathers_next.__contains__,
-                listed=lambda unit: program.listed.get(unit, Listed()),
+                lists=program.listed.get,
+                listed=lambda unit: program.listed[unit],
                 coalesced=coalesced,
                 reshards=program.frees.__contains__,
                 stays=lambda unit: False,

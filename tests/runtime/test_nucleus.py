@@ -14,11 +14,11 @@ from tests.trainer.test_train import environment
 pytestmark = pytest.mark.process
 
 
-WORLD = 2
+WORLD = 4  # two shards of two replicas
 
 
 def test_the_nucleus_trains_alone(tmp_path: Path) -> None:
-    """On two ranks and on one."""
+    """On two ranks, on two times two, and on one."""
     command = [sys.executable, "-m", "tests.harness.nucleus_alone"]
     root = Path(__file__).resolve().parents[2]
     ranks = [

@@ -16,7 +16,7 @@ import pytest
 
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
-from tests.harness.simulation import Listed, SimulatedForwards, SimulatedRank, problem_of
+from tests.harness.simulation import SimulatedForwards, SimulatedRank, problem_of
 
 pytestmark = pytest.mark.unit
 
@@ -54,7 +54,8 @@ class Played(ForwardSchedule[str]):
                 is_requested=units.summoned.__contains__,
                 joins=str.isupper,
                 gathers_next=units.next.__contains__,
-                listed=lambda unit: Listed(units.listed.get(unit, "")),
+                lists=units.listed.get,
+                listed=units.listed.__getitem__,
                 coalesced=coalesced,
                 reshards=lambda unit: unit not in units.stay,
                 stays=lambda unit: False,

@@ -174,7 +174,8 @@ class OpSequence:
         peers = self._peers
         assert peers.watch is not None
         noted_at, answered = self.meetings.noted_at, self.unused.answered
-        peers.watch.add(self, PastOps(peers, self._logged, self.progress, noted_at=noted_at, answered=answered))
+        past = PastOps(peers, self._logged, self.progress, noted_at=noted_at, answered=answered)
+        peers.watch.add(self, past.consider, past.publish)
         peers.watch.follow(peers.scope, self.progress)
 
     # -- activities of an iteration ------------------------------------------------------------------------------------

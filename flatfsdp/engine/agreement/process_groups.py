@@ -153,7 +153,7 @@ def _for_reductions(process_group: Any, device: torch.device) -> Any:
 
 
 def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
-    """The axis of this rank's `count` consecutive ranks, where `axis` is split into such parts.
+    """The axis of this rank's `count` consecutive ranks, where `axis` is split into such runs.
 
     Collective over these ranks when the group is created: once per process group and `count`, which divides its size.
     """
@@ -164,7 +164,7 @@ def post_forward_axis(axis: Axis, count: int, device: torch.device) -> Axis:
     def make() -> Any:
         return new_group(members, "keeps parameters after forward", like=like, backend=backend)
 
-    return Axis.of(for_group(like, ("row", count, backend), make, usable=_exists), device)
+    return Axis.of(for_group(like, ("run", count, backend), make, usable=_exists), device)
 
 
 def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: str | None = None) -> Any:

@@ -69,11 +69,11 @@ class GroupMember:
     def __init__(self, sequence: OpSequence, issued: Issued) -> None:
         """`issued`: by backwards of the model."""
         self.sequence = sequence
-        self.turns: Sequence[Turns] = ()
+        self.turns: Sequence[ModelOrder] = ()
         self.peers: RankExchange | None = None
         self.name = ""
         self._issued = issued
-        self._turns: dict[int, Turns] = {}  # by the number of the group among those of the model
+        self._turns: dict[int, ModelOrder] = {}  # by the number of the group among those of the model
         self._labels: Sequence[str] = ()
         self._axis: Axis | None = None
         self._number = 0
@@ -125,7 +125,7 @@ class GroupMember:
         for index, axis in enumerate(peers.axes):
             group = axis.group
             if any(found[rank].shared >> index & 1 for rank in group.ranks if rank in found):
-                Turns(group, peers, index, _known(group.process_group).members)
+                ModelOrder(group, peers, index, _known(group.process_group).members)
 
     def take(self, what: str) -> None:
         """Take the next turn in each shared group, to do `what`. Not collective if it was expected.
@@ -148,18 +148,18 @@ class GroupMember:
         """How many steps its running forward has done; 0 if none runs."""
         return self.sequence.position - self._began_at if self.sequence.in_forward else 0
 
-    def join(self, turns: Turns, index: int) -> None:
+    def join(self, turns: ModelOrder, index: int) -> None:
         """Take part in the `turns` over the group of this `index` from now on."""
         self._turns[index] = turns
-        self.turns = sorted(self._turns.values(), key=lambda each: each.place)
-        for kind in ("gathered", "reduced"):
-            if type(known := getattr(self._issued, kind)) is list:
-                setattr(self._issued, kind, _InCommon(known, kind, self))
+        self.turns = sorted(self._turns.values(), key=lambda each: each.order_key)
+        for verb in ("gathered", "reduced"):
+            if type(known := getattr(self._issued, verb)) is list:
+                setattr(self._issued, verb, _InCommon(known, verb, self))
 
-    def issues(self, kind: str, unit: int) -> None:
-        """A collective of `unit`, of this `kind`, was issued: by a backward, or on request, which has a turn."""
+    def issues(self, verb: str, unit: int) -> None:
+        """A collective of `unit`, by this `verb`, was issued: by a backward, or on request, which has a turn."""
         for turns in self.turns if self.sequence.in_backward else ():
-            turns.in_common[kind].append(IssuedBy(self.name, unit, self._labels[unit]))
+            turns.in_common[verb].append(IssuedBy(self.name, unit, self._labels[unit]))
 
     def begin_backward(self) -> None:
         """A backward begins, or the part of one that goes through this model."""
@@ -184,28 +184,28 @@ class GroupMember:
 
 
 class _InCommon(list[int]):
-    """The collectives of one kind that a model has issued, which are recorded in the order of all models, too."""
+    """The collectives of one verb that a model has issued, which are recorded in the order of all models, too."""
 
-    def __init__(self, known: Sequence[int], kind: str, member: GroupMember) -> None:
+    def __init__(self, known: Sequence[int], verb: str, member: GroupMember) -> None:
         super().__init__(known)
-        self._kind, self._member = kind, weakref.ref(member)
+        self._verb, self._member = verb, weakref.ref(member)
 
     def append(self, unit: int) -> None:
         super().append(unit)
         if (member := self._member()) is not None:
-            member.issues(self._kind, unit)
+            member.issues(self._verb, unit)
 
 
 def _are_of_several_models(gathered: Sequence[IssuedBy], reduced: Sequence[IssuedBy]) -> bool:
     return len({each.model for each in (*gathered, *reduced)}) > 1
 
 
-class Turns(OpSequence):
+class ModelOrder(OpSequence):
     """One rank's side of the sequence that the models over one process group have in common. [Note: several models]
 
     Attributes:
-        place: in the order of all sequences.
-        in_common: the collectives of the running backward of all models, by their kind.
+        order_key: by which all sequences are sorted.
+        in_common: the collectives of the running backward of all models, by their verb: gathered or reduced.
         carried: a number for those of earlier ones through several models that ranks have yet to compare, since the
             last of these models did not reduce.
     """
@@ -218,7 +218,7 @@ class Turns(OpSequence):
         # Other ranks of the model may have a group of their own, as the other replicas of HYBRID_SHARD.
         peers.scope, peers.watch = f"{first.scope}.turns {index} of {peers.ranks[0]}", first.watch
         super().__init__(peers)
-        self.place = peers.ranks, peers.scope
+        self.order_key = peers.ranks, peers.scope
         self.meetings = _TurnMeetings(peers)
         self.in_common: dict[str, list[IssuedBy]] = {"gathered": [], "reduced": []}
         self.carried = 0

@@ -310,9 +310,9 @@ class Audit:
         found = [{name: value for name, value in each.items() if value} for each in found]  # zeros may be missing
         every = [*all_or_none(peers.axes, lambda: found, doing=COMPARES).values()]
         problems = []
-        for place, rank in enumerate(ranks):
-            places = [(place - distance) % world for distance in range(3)]
-            votes = [(ranks[each], every[each][distance]) for distance, each in enumerate(places)]
+        for index, rank in enumerate(ranks):
+            indices = [(index - distance) % world for distance in range(3)]
+            votes = [(ranks[each], every[each][distance]) for distance, each in enumerate(indices)]
             if rank in chosen and (words := _judged(votes, alone=world == 1)):
                 problems.append(f"of microbatch {chosen[rank]} of {of}, {words}")
         raise AuditError(

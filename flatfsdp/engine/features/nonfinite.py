@@ -26,7 +26,7 @@ from ..models.rest import check_outside, outermost_model
 from ..runtime.model import Model
 from ..runtime.unit import Unit
 
-PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # kinds of values, in the order of a step
+PARAMETER, INPUT, OUTPUT, GRADIENT, REDUCED = range(5)  # sources of values, in the order of a step
 _IN_WORDS = (  # with the name of a unit or a parameter
     "parameter {} before the forward",
     "an input of unit {}",

@@ -34,7 +34,7 @@ Power = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Interval:
     """This rank's elements of one parameter, from `start` to before `stop`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
     ragged: tuple[int, ...]
 
     @classmethod
-    def of(cls, start: int, stop: int, numel: int, ends: Iterable[int]) -> Place:
+    def of(cls, start: int, stop: int, numel: int, ends: Iterable[int]) -> Interval:
         """`ends`: where shards of the parameter, of `numel` elements, begin or end."""
         ragged = {end // TILE for end in (*ends, numel) if end % TILE}
         return cls(start, stop, -(-numel // TILE), tuple(sorted(ragged)))
@@ -62,13 +62,13 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The elements of a gradient in one place: 1-D, None for zeros."""
+    """The elements of a gradient in one interval: 1-D, None for zeros."""
 
     values: torch.Tensor | None
-    place: Place
+    interval: Interval
 
 
-_places: WeakKeyDictionary[FlatParamHandle, list[Place]] = WeakKeyDictionary()
+_intervals: WeakKeyDictionary[FlatParamHandle, list[Interval]] = WeakKeyDictionary()
 
 
 def power_sum(
@@ -78,7 +78,7 @@ def power_sum(
     that are `outside` of them ([Note: tiles]); for p = 0 the number of non-zeros. In `dtype`. Collective over the shard
     axes.
 
-    All parameters have their places in the sum, in the order of their names, however modules are wrapped and split;
+    All parameters have their positions in the sum, in the order of their names, however modules are wrapped and split;
     those outside come last.
     """
     found: list[tuple[Transport | None, Piece]] = []
@@ -91,7 +91,7 @@ def power_sum(
                 named += [(clean(unit.entries.fqn(name)), axis, piece) for name, piece in pieces]
         found += [(axis, piece) for _, axis, piece in sorted(named, key=itemgetter(0))]
     for grad in outside:
-        found.append((None, Piece(grad.detach().reshape(-1), Place.of(0, grad.numel(), grad.numel(), ()))))
+        found.append((None, Piece(grad.detach().reshape(-1), Interval.of(0, grad.numel(), grad.numel(), ()))))
     device, power = models[0].resources.device.device, _power(p)
     sums: list[torch.Tensor] = [torch.empty(0)] * len(found)
     by_group: dict[Any, list[int]] = {}
@@ -110,19 +110,22 @@ def power_sum(
 def _pieces(handle: FlatParamHandle, chosen: Container[int]) -> Iterator[tuple[str, Piece]]:
     """The pieces of all parameters of one handle, with their names in its unit; zeros for those that are not `chosen`,
     which may be others on other ranks."""
-    if (places := _places.get(handle)) is None:
-        places = _places[handle] = [_place_of(handle, index) for index in range(len(handle.leaves))]
+    if (intervals := _intervals.get(handle)) is None:
+        intervals = _intervals[handle] = [_interval_of(handle, index) for index in range(len(handle.leaves))]
     grads = handle.face.grads_of_leaves()
-    for index, (spec, place) in enumerate(zip(handle.layout.params, places, strict=True)):
+    for index, (spec, interval) in enumerate(zip(handle.layout.params, intervals, strict=True)):
         grad = grads[index] if grads and id(handle.face.holder_of(index)) in chosen else None
-        yield spec.name, Piece(None if grad is None or place.start == place.stop else dense(grad.detach()), place)
+        yield (
+            spec.name,
+            Piece(None if grad is None or interval.start == interval.stop else dense(grad.detach()), interval),
+        )
 
 
-def _place_of(handle: FlatParamHandle, index: int) -> Place:
+def _interval_of(handle: FlatParamHandle, index: int) -> Interval:
     layout = handle.layout
     owned = [layout.span_in_param(index, rank) for rank in range(layout.world)]
     own, numel = owned[handle.rank], layout.params[index].numel
-    return Place.of(own.start, own.stop, numel, [end for s in owned if not s.is_empty for end in (s.start, s.stop)])
+    return Interval.of(own.start, own.stop, numel, [end for s in owned if not s.is_empty for end in (s.start, s.stop)])
 
 
 def _power(p: float) -> Power:
@@ -148,8 +151,8 @@ def _sums(
     pieces: Sequence[Piece], axis: Transport | None, power: Power, device: torch.device, dtype: torch.dtype
 ) -> Sequence[torch.Tensor]:
     """The sums of the tiles of each of `pieces`; on `axis`, if there is one, ranks have different elements of them."""
-    starts = [0, *accumulate(piece.place.tiles for piece in pieces)]
-    ragged = [(number, tile) for number, piece in enumerate(pieces) for tile in piece.place.ragged]
+    starts = [0, *accumulate(piece.interval.tiles for piece in pieces)]
+    ragged = [(number, tile) for number, piece in enumerate(pieces) for tile in piece.interval.ragged]
     row_of = {where: row for row, where in enumerate(ragged)}
     count = starts[-1]
     both = torch.zeros(count + len(ragged) * TILE, dtype=dtype, device=device)
@@ -158,7 +161,7 @@ def _sums(
         tiles = power(_in_tiles([pieces[number] for number in numbers], device, dtype)).view(-1, TILE)
         whole: dict[int, int] = {}  # the position in `sums` of each row of `tiles`; cut: in `rows`
         cut: dict[int, int] = {}
-        where = [(number, tile) for number in numbers for tile in pieces[number].place.own_tiles]
+        where = [(number, tile) for number in numbers for tile in pieces[number].interval.own_tiles]
         for row, (number, tile) in enumerate(where):
             if (exchanged := row_of.get((number, tile))) is None:
                 whole[row] = starts[number] + tile
@@ -170,7 +173,7 @@ def _sums(
         all_reduce_now(axis, both)
     if ragged:
         sums[[starts[number] + tile for number, tile in ragged]] = by_halves(rows)
-    return sums.split([piece.place.tiles for piece in pieces])
+    return sums.split([piece.interval.tiles for piece in pieces])
 
 
 def _together(pieces: Sequence[Piece]) -> Iterator[list[int]]:
@@ -180,7 +183,7 @@ def _together(pieces: Sequence[Piece]) -> Iterator[list[int]]:
         if piece.values is None:
             continue
         group.append(number)
-        size += len(piece.place.own_tiles) * TILE
+        size += len(piece.interval.own_tiles) * TILE
         if size >= TOGETHER:
             yield group
             group, size = [], 0
@@ -191,10 +194,10 @@ def _together(pieces: Sequence[Piece]) -> Iterator[list[int]]:
 def _in_tiles(pieces: Sequence[Piece], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The magnitudes of the elements of `pieces`, with zeros in the rest of the tiles that they begin and end in."""
     sizes: list[int] = []
-    for place in (piece.place for piece in pieces):
-        gap = place.start % TILE
-        numel = place.stop - place.start
-        sizes += [gap, numel, len(place.own_tiles) * TILE - gap - numel]
+    for interval in (piece.interval for piece in pieces):
+        gap = interval.start % TILE
+        numel = interval.stop - interval.start
+        sizes += [gap, numel, len(interval.own_tiles) * TILE - gap - numel]
     tiles = torch.zeros(sum(sizes), dtype=dtype, device=device)
     values = [_magnitudes(piece.values.to(device), dtype) for piece in pieces if piece.values is not None]
     _torch.foreach_copy_([*tiles.split(sizes)[1::3]], values)

@@ -1,11 +1,11 @@
-"""Block-wise quantization to few bits, and its inverse: blocks that share a scale, packed into rows of bytes.
+"""Block-wise quantization to few bits, and its inverse: blocks that share a scale, packed as bytes.
 
-[Note: blocks] A row starts with the scales of all blocks, in float32, followed by their codes. A block is `BLOCK`
-consecutive numbers; the last block has the rest. Its scale is its largest absolute value divided by the largest code,
-so the error of a number is at most half a scale (with fp8 codes of `e4m3fn`: a sixteenth of the number). A block that
-contains an infinity or a NaN has NaN as its scale, and all of its numbers are decoded as NaN. Everything is computed in
-float32; numbers beyond its range count as infinite. The work is done in chunks, which stay in a CPU's cache and bound
-the scratch memory.
+[Note: blocks] Encoded numbers begin with the scales of all blocks, in float32, followed by their codes. A block is
+`BLOCK` consecutive numbers; the last block has the remaining ones. Its scale is its largest absolute value divided by
+the largest code, so the error of a number is at most half a scale (with fp8 codes of `e4m3fn`: a sixteenth of the
+number). A block that contains an infinity or a NaN has NaN as its scale, and all of its numbers are decoded as NaN.
+Everything is computed in float32; numbers beyond its range count as infinite. The work is done in spans, which stay in
+a CPU's cache and bound the scratch memory.
 
 [Note: lost] Encoding can take the errors of earlier encodings of the same numbers: it adds them, and replaces them by
 the errors of this encoding. For two kinds of numbers the stored error stays unchanged: for a zero, which may stand for
@@ -25,7 +25,7 @@ BLOCK = 256
 _SCALE = 4  # bytes
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # zeros need one, and smaller ones would lose precision
 _LESS = 1 + 2**-22  # keeps the largest code times its scale below the encoded number: decoding cannot overflow
-_CHUNK_ON_CPU, _CHUNK = 2**16, 2**22  # numbers
+_SPAN_ON_CPU, _SPAN = 2**16, 2**22  # numbers
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class BlockCodec:
         """Integer codes of `bits`, 4 or 8."""
         return BlockCodec(bits, float(2 ** (bits - 1) - 1), torch.int8)
 
-    def row_bytes(self, numel: int) -> int:
-        """Bytes of a row of `numel` numbers; a multiple of 4, so that rows can be stored back to back."""
+    def encoded_bytes(self, numel: int) -> int:
+        """Bytes of `numel` encoded numbers; a multiple of 4, so that several lists can be stored back to back."""
         codes = -(-numel * self.bits // 8)
         return -(-numel // BLOCK) * _SCALE + -(-codes // _SCALE) * _SCALE
 
     def scratch_bytes(self, numel: int, device: torch.device, *, with_lost: bool = False) -> int:
-        """The most scratch memory, in bytes, that encoding or decoding uses in addition to the rows."""
-        return min(numel, _chunk(device)) * (16 if with_lost else 8)
+        """The most scratch memory, in bytes, that encoding or decoding uses in addition to the encoded bytes."""
+        return min(numel, _longest_span(device)) * (16 if with_lost else 8)
 
-    def encode(self, values: torch.Tensor, rows: torch.Tensor, lost: torch.Tensor | None = None) -> None:
-        """Write `values`, shape (R, n), of any real dtype and on any device, to `rows`, shape (R, at least
-        row_bytes(n)), uint8. `lost`, as `values`, for integer codes: read and written. [Note: lost]"""
+    def encode(self, values: torch.Tensor, encoded: torch.Tensor, lost: torch.Tensor | None = None) -> None:
+        """Write `values`, shape (R, n), of any real dtype and on any device, to `encoded`, shape (R, at least
+        encoded_bytes(n)), uint8. `lost`, as `values`, for integer codes: read and written. [Note: lost]"""
         numel = values.shape[1]
         if not numel:
-            return  # such rows have no strides that could be read as scales
-        scales = self._scales(rows, numel)
-        for start, stop in self._chunks(rows, numel):
-            blocks = values[:, start:stop].to(rows.device, torch.float32, non_blocking=True)
+            return  # empty tensors have no strides that could be read as scales
+        scales = self._scales(encoded, numel)
+        for start, stop in self._spans(encoded, numel):
+            blocks = values[:, start:stop].to(encoded.device, torch.float32, non_blocking=True)
             blocks = blocks.unflatten(1, (-1, min(BLOCK, stop - start)))
             if lost is not None:
                 kept = lost[:, start:stop].unflatten(1, blocks.shape[1:])
@@ -82,31 +82,31 @@ class BlockCodec:
             numbers = blocks / scale.unsqueeze(2)
             if lost is None:
                 del blocks
-            self._write(numbers, self._codes(rows, numel, start, stop))
+            self._write(numbers, self._codes(encoded, numel, start, stop))
             if lost is not None:  # float arithmetic is several times as fast as masks
                 error = blocks.addcmul_(numbers, scale.unsqueeze(2), value=-1)  # rounding has left codes in `numbers`
                 given.mul_(scale.isfinite().to(torch.float32).unsqueeze(2))
                 kept.copy_(torch.lerp(owed, error.nan_to_num_(0, 0, 0), given))
 
-    def decode(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Decode `rows` of `numel` numbers each: yields slices of the numbers, with values (R, length), float32."""
+    def decode(self, encoded: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Decode `encoded`, R times `numel` numbers: yields slices of the numbers, with values (R, length), float32."""
         if not numel:
             return
-        scales = self._scales(rows, numel)
-        for start, stop in self._chunks(rows, numel):
-            values = self._read(self._codes(rows, numel, start, stop), min(BLOCK, stop - start))
+        scales = self._scales(encoded, numel)
+        for start, stop in self._spans(encoded, numel):
+            values = self._read(self._codes(encoded, numel, start, stop), min(BLOCK, stop - start))
             values.mul_(scales[:, start // BLOCK :][:, : values.shape[1]].unsqueeze(2))
             yield slice(start, stop), values.flatten(1)
 
-    def decode_into(self, outputs: torch.Tensor, rows: torch.Tensor) -> None:
-        """Fill `outputs`, shape (R, n), of any floating-point dtype, from `rows`."""
-        for span, values in self.decode(rows, outputs.shape[1]):
+    def decode_into(self, outputs: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Fill `outputs`, shape (R, n), of any floating-point dtype, from `encoded`."""
+        for span, values in self.decode(encoded, outputs.shape[1]):
             outputs[:, span] = values
 
-    def add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor, rank: int) -> None:
-        """Sum all `rows` and `own`, the term of this `rank`, into `output`, which may be `own`: one term after the
-        other, in float32. Shapes (R, ...) and (n,)."""
-        for span, values in self.decode(rows, own.numel()):
+    def add_up(self, output: torch.Tensor, encoded: torch.Tensor, own: torch.Tensor, rank: int) -> None:
+        """Sum all of `encoded`, and `own`, the term of this `rank`, into `output`, which may be `own`: one term after
+        the other, in float32. Shapes (R, ...) and (n,)."""
+        for span, values in self.decode(encoded, own.numel()):
             terms: Sequence[torch.Tensor] = values.unbind()
             terms = [*terms[:rank], own[span].to(torch.float32), *terms[rank:]]
             total = terms[0] + terms[1]
@@ -114,22 +114,22 @@ class BlockCodec:
                 total += term
             output[span] = total
 
-    def _chunks(self, rows: torch.Tensor, numel: int) -> Iterator[tuple[int, int]]:
-        """Chunks of complete blocks, then the remaining numbers."""
+    def _spans(self, encoded: torch.Tensor, numel: int) -> Iterator[tuple[int, int]]:
+        """Spans of complete blocks, then the remaining numbers."""
         whole = numel - numel % BLOCK
-        step = max(_chunk(rows.device) // BLOCK // max(rows.shape[0], 1), 1) * BLOCK
+        step = max(_longest_span(encoded.device) // BLOCK // max(encoded.shape[0], 1), 1) * BLOCK
         for start in range(0, whole, step):
             yield start, min(start + step, whole)
         if numel > whole:
             yield whole, numel
 
-    def _scales(self, rows: torch.Tensor, numel: int) -> torch.Tensor:
-        return rows[:, : -(-numel // BLOCK) * _SCALE].view(torch.float32)
+    def _scales(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        return encoded[:, : -(-numel // BLOCK) * _SCALE].view(torch.float32)
 
-    def _codes(self, rows: torch.Tensor, numel: int, start: int, stop: int) -> torch.Tensor:
+    def _codes(self, encoded: torch.Tensor, numel: int, start: int, stop: int) -> torch.Tensor:
         """Shape (R, blocks, bytes of a block), int8 or the dtype of codes."""
         begin = -(-numel // BLOCK) * _SCALE
-        codes = rows[:, begin + start * self.bits // 8 : begin + -(-stop * self.bits // 8)]
+        codes = encoded[:, begin + start * self.bits // 8 : begin + -(-stop * self.bits // 8)]
         return codes.view(self.dtype).unflatten(1, (-1, -(-min(BLOCK, stop - start) * self.bits // 8)))
 
     def _write(self, numbers: torch.Tensor, codes: torch.Tensor) -> None:
@@ -165,5 +165,5 @@ def codecs(mixed: MixedPrecision) -> tuple[BlockCodec | None, BlockCodec | None]
     )
 
 
-def _chunk(device: torch.device) -> int:
-    return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
+def _longest_span(device: torch.device) -> int:
+    return _SPAN_ON_CPU if device.type == "cpu" else _SPAN

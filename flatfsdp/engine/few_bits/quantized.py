@@ -3,14 +3,14 @@
 [Note: quantization] Each hop quantizes once; a rank's own piece is not quantized if no other rank receives it.
 
 - *Gather*: a rank encodes its shard, directly from the master dtype, into its row of a buffer of bytes, which the
-  underlying transport gathers. Then all rows are decoded, including this rank's own: every rank computes with the same
-  values.
+  underlying transport gathers. Then those of all ranks are decoded, including this rank's own: every rank computes
+  with the same values.
 - *Reduce-scatter*: a rank encodes the pieces of the other ranks, which are exchanged by an all-to-all. Each rank adds
   up the decoded pieces in rank order, in float32; its own piece is added unquantized.
 - *All-reduce*: the same for one piece per rank; the sum is encoded again and sent to all ranks, which decode the same
   values. Gradients that are reduced together share blocks.
 
-`CommStats` counts the encoded bytes, including the scales; the memory tracker counts the rows of bytes as `quantized`.
+`CommStats` counts the encoded bytes, including the scales; the memory tracker counts them as `quantized`.
 
 [Note: error feedback] Each rank keeps a *residual* for every number that it quantizes: the sum of the exact values so
 far, minus the sum of the values that were sent. It adds the residual before it quantizes the number again, so the error
@@ -80,16 +80,16 @@ class QuantizedTransport(StagedTransport):
         """`all_gather_base` of several outputs, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
         wholes = [_by_rank(real(output), world) for output in outputs]
-        sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
+        sizes = [self._codec.encoded_bytes(whole.shape[1]) for whole in wholes]
         with stream.running():
             buffer = self._bytes(world * sum(sizes))
-            rows = buffer.tensor.view(world, -1)
-            for shard, row in zip(shards, rows[rank : rank + 1].split(sizes, dim=1), strict=True):
-                self._encode(real(shard).unsqueeze(0), row)
-        arriving = self._inner.all_gather_base(buffer.tensor, rows[rank], stream)
+            of_ranks = buffer.tensor.view(world, -1)
+            for shard, encoded in zip(shards, of_ranks[rank : rank + 1].split(sizes, dim=1), strict=True):
+                self._encode(real(shard).unsqueeze(0), encoded)
+        arriving = self._inner.all_gather_base(buffer.tensor, of_ranks[rank], stream)
 
         def unpack() -> None:
-            for whole, encoded in zip(wholes, rows.split(sizes, dim=1), strict=True):
+            for whole, encoded in zip(wholes, of_ranks.split(sizes, dim=1), strict=True):
                 self._compute(whole.numel(), self._codec.decode_into, whole, encoded)
             buffer.free()
 
@@ -105,7 +105,7 @@ class QuantizedTransport(StagedTransport):
         """`reduce_scatter_base` of several tensors, whose results are concatenated, as one operation. Collective."""
         world, rank = self.group.size, self.group.rank
         wholes = [_by_rank(real(full), world) for full in fulls]
-        sizes = [self._codec.row_bytes(whole.shape[1]) for whole in wholes]
+        sizes = [self._codec.encoded_bytes(whole.shape[1]) for whole in wholes]
         if not any(sizes):
             return DONE
         self.comm_stats.log("reduce_scatter", world * sum(sizes))
@@ -113,17 +113,17 @@ class QuantizedTransport(StagedTransport):
             sent, arrived = (self._bytes((world - 1) * sum(sizes)) for _ in range(2))
             outgoing, incoming = (buffer.tensor.view(world - 1, -1) for buffer in (sent, arrived))
             owed = [piece for each in self._residuals for piece in each.of_others(fulls[0], world - 1)]
-            for index, (whole, rows) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
+            for index, (whole, encoded) in enumerate(zip(wholes, outgoing.split(sizes, dim=1), strict=True)):
                 lost = real(owed[index]) if owed else None
-                self._encode(whole[:rank], rows[:rank], lost[:rank] if lost is not None else None)
-                self._encode(whole[rank + 1 :], rows[rank:], lost[rank:] if lost is not None else None)
+                self._encode(whole[:rank], encoded[:rank], lost[:rank] if lost is not None else None)
+                self._encode(whole[rank + 1 :], encoded[rank:], lost[rank:] if lost is not None else None)
         arriving = self._inner.all_to_all(incoming, outgoing, stream)
 
         def add_up() -> None:
             sent.free()
             pieces = real(output).split([whole.shape[1] for whole in wholes])
-            for piece, whole, rows in zip(pieces, wholes, incoming.split(sizes, dim=1), strict=True):
-                self._add_up(piece, rows, whole[rank])
+            for piece, whole, encoded in zip(pieces, wholes, incoming.split(sizes, dim=1), strict=True):
+                self._add_up(piece, encoded, whole[rank])
             arrived.free()
 
         return followed(arriving, stream, add_up, output, *fulls, *owed)
@@ -136,20 +136,20 @@ class QuantizedTransport(StagedTransport):
         if not flat.numel():
             return DONE
         piece = -(-flat.numel() // world)
-        size = self._codec.row_bytes(piece)
+        size = self._codec.encoded_bytes(piece)
         slices = slice(rank * piece), slice(rank * piece, (rank + 1) * piece), slice((rank + 1) * piece, None)
         before, mine, after = (flat[where] for where in slices)
         self.comm_stats.log("all_reduce", world * size)
 
-        def encode(where: slice, rows: torch.Tensor) -> None:
-            pieces = _pieces(flat[where], rows, piece)
+        def encode(where: slice, encoded: torch.Tensor) -> None:
+            pieces = _pieces(flat[where], encoded, piece)
             if not self._residuals:
-                for values, row in pieces:
-                    self._encode(values, row)
+                for values, one in pieces:
+                    self._encode(values, one)
                 return
             with joined(self._residuals, tensor) as owed:
-                for (values, row), (lost, _) in zip(pieces, _pieces(real(owed)[where], rows, piece), strict=True):
-                    self._encode(values, row, lost)
+                for (values, one), (lost, _) in zip(pieces, _pieces(real(owed)[where], encoded, piece), strict=True):
+                    self._encode(values, one, lost)
 
         with stream.running():
             sent, arrived = (self._bytes((world - 1) * size) for _ in range(2))
@@ -169,8 +169,8 @@ class QuantizedTransport(StagedTransport):
                 *_pieces(mine, outgoing, piece),
                 *_pieces(after, incoming[rank:], piece),
             )
-            for values, rows in shared:
-                self._compute(values.numel(), self._codec.decode_into, values, rows)
+            for values, encoded in shared:
+                self._compute(values.numel(), self._codec.decode_into, values, encoded)
             sent.free()
             arrived.free()
 
@@ -182,12 +182,12 @@ class QuantizedTransport(StagedTransport):
         made._residuals = residuals
         return made
 
-    def _encode(self, values: torch.Tensor, rows: torch.Tensor, lost: torch.Tensor | None = None) -> None:
+    def _encode(self, values: torch.Tensor, encoded: torch.Tensor, lost: torch.Tensor | None = None) -> None:
         if values.numel():
-            self._compute(values.numel(), self._codec.encode, values, rows, lost, with_lost=lost is not None)
+            self._compute(values.numel(), self._codec.encode, values, encoded, lost, with_lost=lost is not None)
 
-    def _add_up(self, output: torch.Tensor, rows: torch.Tensor, own: torch.Tensor) -> None:
-        self._compute(own.numel() * len(rows), self._codec.add_up, output, rows, own, self.group.rank)
+    def _add_up(self, output: torch.Tensor, encoded: torch.Tensor, own: torch.Tensor) -> None:
+        self._compute(own.numel() * len(encoded), self._codec.add_up, output, encoded, own, self.group.rank)
 
     def _compute(self, numel: int, function: Callable[..., None], *args: object, with_lost: bool = False) -> None:
         """Run a function of the codec and count its scratch memory. [Note: dry run]"""
@@ -216,13 +216,13 @@ def _encoding(codec: BlockCodec) -> Encoding:
     return functools.partial(QuantizedTransport, codec=codec)
 
 
-def _pieces(flat: torch.Tensor, rows: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`flat`, 1-D, in pieces of `numel` with their rows: all complete ones, shape (R, numel), then the remainder."""
+def _pieces(flat: torch.Tensor, encoded: torch.Tensor, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`flat`, 1-D, in pieces of `numel`, encoded and not: all complete ones, shape (R, numel), then the remainder."""
     whole = flat.numel() // numel
     if whole:
-        yield flat[: whole * numel].view(whole, numel), rows[:whole]
+        yield flat[: whole * numel].view(whole, numel), encoded[:whole]
     if flat.numel() > whole * numel:
-        yield flat[whole * numel :].unsqueeze(0), rows[whole : whole + 1]
+        yield flat[whole * numel :].unsqueeze(0), encoded[whole : whole + 1]
 
 
 def _by_rank(flat: torch.Tensor, world: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Residuals:
 
     def of_others(self, like: torch.Tensor, ranks: int) -> list[torch.Tensor]:
         """Residuals along the shard axis, as `along` returns them: for each piece of a shard a tensor of shape (ranks,
-        numel of the piece), whose rows belong to the other ranks in order."""
+        numel of the piece), which belong to the other ranks in order."""
         return list(self.along(SHARD, like, shards=ranks).view(ranks, -1).split(self._pieces, dim=1))
 
     def along(self, axis: str, like: torch.Tensor, *, shards: int = 1) -> torch.Tensor:

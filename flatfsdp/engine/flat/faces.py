@@ -196,7 +196,7 @@ class Face(Protocol):
         return piece
 
     def piece_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `value` that belongs to a leaf; `value` itself if it is not like the holder. The inverse
+        """This rank's piece of `value` that belongs to a leaf; `value` itself if it is not like the holder. The inverse
         of `like_holder` if each holder has one leaf."""
         return value
 

@@ -282,7 +282,7 @@ class FlatParamHandle:
 
     @property
     def shard_bytes(self) -> int:
-        """The size of this rank's part of the parameters at rest."""
+        """The size of this rank's pieces of the parameters at rest."""
         return self.shard.nbytes
 
     def changed_by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:

@@ -33,7 +33,6 @@ one continues along the replicate axis with the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -232,14 +231,15 @@ class GradientSlots:
         return buffer.disown()
 
 
-class Marks(Protocol):
-    """Shows windows to users. [Note: marks]"""
+class Marks:
+    """What users see of windows: of this class nothing; one that is attached may show them. [Note: marks]"""
 
     def show(self, slots: GradientSlots, awaited: frozenset[int]) -> None:
         """A backward has left a window in `slots`, in which gradients of the leaves `awaited` may be."""
 
     def take_back(self, slots: GradientSlots) -> bool:
         """The next backward begins: it drops what users have dropped. Returns whether anything is left."""
+        return True
 
     def end(self, slots: GradientSlots) -> None:
         """The window is dropped."""

@@ -52,7 +52,7 @@ class Gradients:
         contributed: leaves for which this rank added a gradient to the current reductions, or to earlier ones.
         absent: leaves of which none did, on any rank: `.grad` stays unchanged. [Note: unused]
         carried: what reductions leave to later ones, if something is attached that keeps it; else None.
-        marks: shows unreduced gradients to users, if attached; else None.
+        marks: what users see of unreduced gradients.
         hooks: on the leaves; muted: whether gradients stay there until `pick_up`. [Note: muted hooks]
         watched: whether code of users runs meanwhile, which would see unreduced gradients there.
     """
@@ -64,7 +64,7 @@ class Gradients:
         self._forget_expectations()
         self.accumulation = Accumulation(handle)
         self.carried: Carried | None = None
-        self.marks: Marks | None = None
+        self.marks = Marks()
         self._memory = SlotMemory(handle, views, self.reducing)
         self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
         self._factor_of_sum = 1.0
@@ -88,7 +88,7 @@ class Gradients:
         """Take the `.grad` of parameters that are their own leaves away until `finalize_grads` or `unstash_grads`."""
         if not self._begun:
             self._begun = True
-            if self.slots.buffer is not None and not (self.marks is None or self.marks.take_back(self.slots)):
+            if self.slots.buffer is not None and not self.marks.take_back(self.slots):
                 self._drop_slots()
             if (release := self.handle.face.release) is not None and release():
                 self.handle.face.release = None
@@ -338,8 +338,7 @@ class Gradients:
         self._forget_expectations()
         if total is None:
             self.unstash_grads()
-            if self.marks is not None:
-                self.marks.show(self.slots, self.accumulation.awaited)
+            self.marks.show(self.slots, self.accumulation.awaited)
             return False
         if self.accumulation.partial is not None or not self.completes:
             self.accumulation.keep_partial(*((None, set()) if self.completes else (total, contributed)))
@@ -380,8 +379,7 @@ class Gradients:
         self._forget_expectations()
 
     def _drop_slots(self) -> None:
-        if self.marks is not None:
-            self.marks.end(self.slots)
+        self.marks.end(self.slots)
         self.slots.free()
         self.slots = GradientSlots(self._memory, self.handle.precision.reduce, self.slots.factor)
         self.accumulation.close_window()

@@ -1,8 +1,8 @@
 """Faces whose holders are other objects than the leaves, each in the other's place in modules.
 
-[Note: two lives] A *holder* is always this rank's part of a parameter: listed at rest, and what optimizers step on. Its
-*leaf* is in the modules' places while the unit is unsharded, and autograd accumulates in it. The user's own object is
-the holder of a `PieceFace`, or was replaced by a `DTensorFace`. Two faces have no such pairs: the leaves of a
+[Note: two lives] A *holder* is always this rank's piece of a parameter: listed at rest, and what optimizers step on.
+Its *leaf* is in the modules' places while the unit is unsharded, and autograd accumulates in it. The user's own object
+is the holder of a `PieceFace`, or was replaced by a `DTensorFace`. Two faces have no such pairs: the leaves of a
 `FlatFace` are the user's own parameters, with one flat parameter as their holder; and where the shard is the whole
 parameter and nothing is cast, leaf and holder are one object (`OriginalFace`).
 """

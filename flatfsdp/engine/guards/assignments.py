@@ -206,7 +206,7 @@ def without_values(handle: FlatParamHandle) -> frozenset[int]:
 
 
 def _store(views: ParamViews, index: int, value: torch.Tensor, what: str) -> None:
-    """Copy this rank's part of `value` to the place of leaf `index` in the shard."""
+    """Copy this rank's piece of `value` to the place of leaf `index` in the shard."""
     handle = views.handle
     if handle.shard.is_meta:
         home = torch.device("cpu") if handle.options.offload else handle.device

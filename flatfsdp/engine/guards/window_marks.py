@@ -27,7 +27,7 @@ from ..base import _torch
 from ..base._dtensor import is_dtensor, local_of
 from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
-from ..flat.gradient_slots import GradientSlots
+from ..flat.gradient_slots import GradientSlots, Marks
 from ..runtime.model import Model
 from ..runtime.unit import Unit
 
@@ -165,7 +165,7 @@ class WindowGrad:
         return (self.grad._version, self.local._version) != self.versions
 
 
-class WindowMarks:
+class WindowMarks(Marks):
     """The marks of one handle's window."""
 
     def __init__(self, handle: FlatParamHandle) -> None:

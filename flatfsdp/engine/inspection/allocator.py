@@ -109,9 +109,9 @@ class FreeBlocks:
 
     def remove(self, block: Block) -> None:
         blocks = self.of(block.stream)
-        place = bisect_left(blocks, self._key(block))
-        assert blocks[place][2] is block
-        del blocks[place]
+        index = bisect_left(blocks, self._key(block))
+        assert blocks[index][2] is block
+        del blocks[index]
 
     def from_size(self, stream: Hashable, size: int) -> Iterator[Block]:
         """Those of at least `size`, the smallest first."""
@@ -263,13 +263,13 @@ class Allocator:
         return block
 
     def _splits(self, block: Block, size: int) -> bool:
-        rest = block.size - size
+        remainder = block.size - size
         if block.pool.small or self.settings.expandable_segments:
-            return rest >= ROUND
-        return rest > SMALL
+            return remainder >= ROUND
+        return remainder > SMALL
 
     def _split(self, block: Block, size: int) -> Block:
-        """The first `size` bytes of `block`, whose rest is free."""
+        """The first `size` bytes of `block`, whose remainder is free."""
         first = _cut(block, size)
         self._insert(block)
         return first
@@ -394,13 +394,13 @@ class Allocator:
             return False
         block.pool.unmapped.remove(block)
         if size < block.size:
-            rest = Block(
+            remainder = Block(
                 block.stream, block.pool, block.start + size, block.size - size, block, block.after, mapped=False
             )
             if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            block.pool.unmapped.add(rest)
+                block.after.before = remainder
+            block.after, block.size = remainder, size
+            block.pool.unmapped.add(remainder)
         block.mapped = True
         for neighbor in (block.before, block.after):
             _join(block, neighbor)
@@ -418,8 +418,8 @@ class Allocator:
         if begin > block.start:
             self._insert(_cut(block, begin - block.start))
         if end < block.start + block.size:
-            rest, block = block, _cut(block, end - block.start)
-            self._insert(rest)
+            remainder, block = block, _cut(block, end - block.start)
+            self._insert(remainder)
         block.mapped = False
         for neighbor in (block.before, block.after):
             _join(block, neighbor)

@@ -137,7 +137,7 @@ class Backward:
     Attributes:
         sync: whether any unit reduces.
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
-        stays_unsharded: units that stay unsharded after their part, and after the backward.
+        stays_unsharded: units that stay unsharded after their own backward, and after the whole one.
         schedule: decides on gathers and reductions.
         reduced: the units whose reductions were issued, in order.
         collecting: the graph task in which only the arrival of gradients is to be recorded, if any.

@@ -1,4 +1,4 @@
-"""The driver of backwards, called by autograd hooks: the begin of a backward, and the part of each unit.
+"""The driver of backwards, called by autograd hooks: the begin of a backward, and the backward of each unit.
 
 [Note: arrivals in a unit] A unit's backward begins when the gradient of one of its outputs has arrived (an *anchor*),
 and has finished when its gradients, and those of its inputs, have arrived.
@@ -219,7 +219,7 @@ class BackwardHooks:
             found = known[self.sync] = any(rule.reduces for rule in rules.values()), unsharded, rules
         return found
 
-    # -- a unit's part -----------------------------------------------------------------------------------------------
+    # -- a unit's backward -------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, call: ForwardCall | None = None) -> None:
         """A gradient is about to flow into `unit`: unshard it and await its gradients. Collective over the shard
@@ -266,7 +266,7 @@ class BackwardHooks:
 
     def _await_unseen_end(self, unit: Unit) -> None:
         """The backward of a call begins whose end nothing will show: await custom Functions on the way, which may run
-        parts of the unit again and bring more gradients."""
+        segments of the unit again and bring more gradients."""
         nodes = unit.backward.ends_unseen
         nodes.append(_torch.node_now())
         if unit.leaves.runs_late is not False and (unit.owning_units or unit.trainable_leaves()):
@@ -342,7 +342,7 @@ class BackwardHooks:
             if own.arrived_in_inner_tasks:
                 own.arrived_in_inner_tasks.discard((kind, index))
             return
-        if not own.completed and (not again or index in grads.missing):  # missing: the part of `own.task` is to come
+        if not own.completed and (not again or index in grads.missing):  # missing: `own.task` has yet to contribute
             own.arrived_in_inner_tasks.add((kind, index))
         _check_recomputed_region(unit, backward)
         late_gradients.came(unit, self.of_unit[unit].custom_ran)
@@ -378,7 +378,7 @@ class BackwardHooks:
             missing = missing or bool(grads.missing)
         no_more_late = own.late_gradients <= 0
         if expecting and not own.completed and not missing and no_more_late:
-            # All have come once. Some may come again: a part of them from a reentrant checkpoint inside of the unit, or
+            # All have come once. Some may come again: a contribution from a reentrant checkpoint inside of the unit, or
             # from a call whose end nothing shows.
             if own.arrived_in_inner_tasks and late_gradients.awaits_more(unit):
                 return
@@ -395,7 +395,7 @@ class BackwardHooks:
             if unit.leaves.runs_late is None:
                 unit.leaves.runs_late = False
         elif no_more_late and not _is_in_use(unit):
-            # A part of the unit is over, and not all gradients have come. Those that are missing will, if this backward
+            # A call of the unit is over, and not all gradients have come. Those that are missing will, if this backward
             # brings any: it then needs the parameters again; in an inner task nobody knows.
             waits = expecting and (backward.in_inner_task() or backward.schedule.brings)
             if own.completed or not waits:
@@ -435,7 +435,7 @@ def _refuse_added_to_window(unit: Unit, kind: int, index: int) -> NoReturn:
 
 
 def _check_recomputed_region(unit: Unit, backward: Backward) -> None:
-    """A part of `unit` that a reentrant checkpoint recomputed brought a gradient."""
+    """A segment of `unit` that a reentrant checkpoint recomputed brought a gradient."""
     for other in (*unit.owning_units, *unit.alive_sharing_units()):
         fail(UsageError(f"a part of {shared_under_reentrance(unit, other)}"))
     if unit.backward.completed and unit in backward.schedule.clock.in_passes and unit in backward.reduced:
@@ -479,7 +479,7 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
 
 
 def _is_in_use(unit: Unit) -> bool:
-    """Whether the parameters of `unit` are still needed after its part."""
+    """Whether the parameters of `unit` are still needed after its backward."""
     if unit.backward.keep_unsharded:
         return True
     return bool(unit.sharing_units) and any(each.backward.open_calls for each in unit.alive_sharing_units())

@@ -418,7 +418,7 @@ def _rollback(unit: Unit) -> bool:
     a window was lost. Must not block or communicate.
 
     If the backward was inside of the unit's own forward, which may go on, leaves stay unsharded: autograd gives a leaf
-    that showed another dtype meanwhile a second accumulator, and its gradient would arrive in two parts.
+    that showed another dtype meanwhile a second accumulator, and its gradient would arrive as two contributions.
     """
     goes_on = unit.phase is UNIT_FORWARD and unit.is_unsharded
     unit.backward.forget_graph()

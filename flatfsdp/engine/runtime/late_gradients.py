@@ -58,8 +58,8 @@ def has_all(unit: Unit) -> bool:
 
 
 def awaits_more(unit: Unit) -> bool:
-    """Whether another part of gradients that arrived in inner tasks will, or may, arrive: a segment that is recomputed
-    there may share parameters with the rest of this unit's forward."""
+    """Whether another contribution to gradients that arrived in inner tasks will, or may, come: a segment that is
+    recomputed there may share parameters with the other modules of this unit."""
     own = unit.backward
     if _torch.graph_task() != own.task:
         return True

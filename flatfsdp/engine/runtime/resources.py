@@ -57,7 +57,7 @@ class Resources:
         device, streams, limiter: the compute device, and the orders of execution and of memory there.
         exchanges: the ways in which tensors are exchanged.
         trimmable: transports that free memory while they are idle.
-        tracker, comm_stats, events: bytes by kind, collectives by kind, events.
+        tracker, comm_stats, events: bytes and collectives by category, events.
     """
 
     def __init__(

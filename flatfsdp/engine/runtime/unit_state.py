@@ -187,7 +187,7 @@ class WatchedLeaves:
 
 
 class ForwardCall:
-    """One forward of a unit, which identifies its part of the backward.
+    """One forward of a unit, which identifies its own backward.
 
     The hooks of its outputs hold it; those of its inputs hold it weakly ([Note: arrivals]).
 
@@ -250,9 +250,9 @@ class UnitBackward:
         self.arrived_in_inner_tasks: set[tuple[int, int]] = set()
 
     def runs_again(self, customs: hooks.CustomFunctions) -> bool:
-        """Whether nothing shows the end of the unit's part, and this backward will reach some of `customs`: possibly
-        reentrant checkpoints that run parts of the unit again. Their gradients after its reduction would need another
-        one, which other ranks do not issue."""
+        """Whether nothing shows the end of the unit's backward, and the whole one will reach some of `customs`:
+        possibly reentrant checkpoints that run segments of the unit again. Their gradients after its reduction would
+        need another one, which other ranks do not issue."""
         if not self.ends_unseen:
             return False
         return _torch.graph_task() != self.task or customs.are_to_come()  # a running one may contribute more

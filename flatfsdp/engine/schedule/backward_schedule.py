@@ -57,7 +57,7 @@ class UnitRules(Generic[U]):
         targets: units to gather right after it instead of the next group.
         reads: whether its backward reads the parameters, so that they are gathered.
         reduces: whether its gradients are reduced, instead of accumulated unsharded.
-        stays_unsharded: whether it is left unsharded after its part of the backward.
+        stays_unsharded: whether it is left unsharded after its backward.
         owners: units whose parameters it uses, which are gathered whenever it is.
         is_tied: whether modules of several units hold some of its parameters, or see them transformed.
     """
@@ -139,7 +139,7 @@ class BackwardSchedule(Generic[U]):
     # -- properties of units -----------------------------------------------------------------------------------------
 
     def _keeps_unsharded(self, unit: U) -> bool:
-        """Whether `unit` stays unsharded after its part of the backward."""
+        """Whether `unit` stays unsharded after its backward."""
         return self.double or self._rules[unit].stays_unsharded
 
     def _reaches_again(self, unit: U) -> bool:
@@ -212,7 +212,7 @@ class BackwardSchedule(Generic[U]):
         self._gather(self.gathers.until(unit))
 
     def left(self, unit: U) -> list[Action[U]]:
-        """As far as the gradients of `unit` show, its part is over: free it, and prefetch if that is its setting."""
+        """As far as gradients show, the backward of `unit` is over: free it, and prefetch if that is its setting."""
         actions = self._actions = []
         self._leave(unit)
         return actions

@@ -8,8 +8,8 @@ entered, the owners of its tied parameters are gathered, then the unit together 
 last complete forward, then its prefetch targets: the units that it lists, or the one that followed. The last complete
 forward is the same on all ranks, and so are these groups.
 
-At the end of its part a unit is freed, unless it is to stay unsharded for its backward, more of its entries are to run,
-or a unit that uses its parameters is in its forward: then it is freed at the end of that one's part.
+At the end of its forward a unit is freed, unless it is to stay unsharded for its backward, more of its entries are to
+run, or a unit that uses its parameters is in its forward: then it is freed at the end of that one.
 
 [Note: backward order] Ranks may run different autograd graphs (a parameter unused here, a branch there), so the times
 at which a unit's backward begins or its last gradient arrives give no common order. The order of the forward does.
@@ -37,12 +37,11 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from .actions import Action
 
 U = TypeVar("U", bound=Hashable)
-U_co = TypeVar("U_co", bound=Hashable, covariant=True)
 # "graph": it began with one; "shared": a unit that began with one uses its parameters; "again": gradients may also
 # come from another run of it; "none": it began without one, and only an enclosing checkpoint is known to make it.
 How = Literal["graph", "shared", "again", "none"]
@@ -296,15 +295,6 @@ class ForwardRecord(Generic[U]):
         return not self._anchored
 
 
-class Listed(Protocol[U_co]):
-    """The units that another one lists as prefetch targets; false if it lists none."""
-
-    def __bool__(self) -> bool: ...
-
-    def units(self) -> Iterable[U_co]:
-        """The units that still exist, in order."""
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardFacts(Generic[U]):
     """Functions that return facts about a unit in a forward.
@@ -313,7 +303,8 @@ class ForwardFacts(Generic[U]):
         owners: units whose parameters it uses; users: units that use its parameters; has_users: whether there are any.
         runs: whether it is in its forward. is_requested: whether the user has unsharded it explicitly.
         joins: whether it is small, and gathered with small units that follow it.
-        gathers_next: whether it prefetches the unit that followed it; listed: the units to prefetch instead.
+        gathers_next: whether it prefetches the unit that followed it; lists: whether it lists units to prefetch
+            instead; listed: those of them that still exist, in order.
         coalesced: the unit with those of the following units that share its gather; alone if it is unsharded.
         reshards: whether it is freed between forward and backward.
         stays: whether the end of its backward cannot be observed, so that it stays unsharded until the iteration ends.
@@ -328,7 +319,8 @@ class ForwardFacts(Generic[U]):
     is_requested: Callable[[U], bool]
     joins: Callable[[U], bool]
     gathers_next: Callable[[U], bool]
-    listed: Callable[[U], Listed[U]]
+    lists: Callable[[U], object]
+    listed: Callable[[U], Iterable[U]]
     coalesced: Callable[[U, Iterable[U]], Sequence[U]]
     reshards: Callable[[U], bool]
     stays: Callable[[U], bool]
@@ -405,8 +397,8 @@ class ForwardSchedule(Generic[U]):
         actions.append(("gather", joined))
         if not in_order:
             return actions
-        if listed := facts.listed(unit):
-            actions += [("ahead", (each,)) for each in listed.units()]
+        if facts.lists(unit):
+            actions += [("ahead", (each,)) for each in facts.listed(unit)]
         elif facts.gathers_next(unit):
             following = self.order.upcoming()
             for each in itertools.islice(following, 1):
@@ -424,7 +416,7 @@ class ForwardSchedule(Generic[U]):
     def finished(
         self, record: ForwardRecord[U], unit: U, *, training: bool, reached: bool, keep: bool = False
     ) -> list[Action[U]]:
-        """Called at the end of the part of `unit` in the forward: free it and its owners, or leave them unsharded.
+        """Called at the end of the forward of `unit`: free it and its owners, or leave them unsharded.
         `keep`: leave it unsharded in any case. `reached`: a gradient can reach it."""
         facts = self._facts
         owners = facts.owners(unit)

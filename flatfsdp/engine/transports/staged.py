@@ -1,7 +1,7 @@
 """Lists of tensors as one collective, without shared memory: large tensors in place, small ones staged together.
 
 [Note: staging] A collective for each of many small tensors would take longer than copies. So tensors of at most `SMALL`
-bytes are communicated together in a *staging buffer*, which has a row for each rank, with a piece of each tensor.
+bytes are communicated together in a *staging buffer*, which has a section for each rank, with a piece of each tensor.
 Copies into and out of it are counted separately (`CommStats.staged`). Larger tensors are sent from and received into
 their own memory, without staging.
 """
@@ -35,10 +35,10 @@ class StagingBuffer:
     """A staging buffer for given unsharded tensors, with views that are kept: creating them takes longer than copies.
 
     Attributes:
-        memory: shape (world * n,): a row of n elements for each rank.
-        rows: its view, shape (world, n); own: this rank's row, shape (n,); own_pieces: `own`, split by tensor.
-        wholes: views of the tensors, with `world` rows each.
-        unpack: copies all rows to the tensors.
+        memory: shape (world * n,): a section of n elements for each rank.
+        sections: its view, shape (world, n); own: this rank's, shape (n,); own_pieces: `own`, split by tensor.
+        wholes: views of the tensors, shape (world, elements of a piece).
+        unpack: copies all sections to the tensors.
         sums: shape (n,): for the result of a reduction.
     """
 
@@ -50,15 +50,15 @@ class StagingBuffer:
             for numel in (world * sum(sizes), sum(sizes))
         )
         self.memory.allocate()
-        self.rows = self.memory.tensor.view(world, sum(sizes))
-        self.own = self.rows[group.rank]
+        self.sections = self.memory.tensor.view(world, sum(sizes))
+        self.own = self.sections[group.rank]
         self.own_pieces = self.own.split(sizes)
         self.wholes = [tensor.view(world, size) for tensor, size in zip(tensors, sizes, strict=True)]
         self._sizes = sizes
         if is_ordered(first):  # one kernel; the other way launches one for each tensor
-            self.unpack = partial(torch.split_with_sizes_copy, self.rows, sizes, 1, out=self.wholes)
+            self.unpack = partial(torch.split_with_sizes_copy, self.sections, sizes, 1, out=self.wholes)
         else:
-            self.unpack = partial(_torch.foreach_copy_, self.wholes, self.rows.split(sizes, dim=1))
+            self.unpack = partial(_torch.foreach_copy_, self.wholes, self.sections.split(sizes, dim=1))
 
     def unpack_sums(self, targets: Sequence[torch.Tensor]) -> None:
         """Copy the result of a reduction to `targets`."""
@@ -180,7 +180,7 @@ class TensorList:
         if self._small:
             staging = self.staging
             staging.memory.allocate()
-            torch.cat(staging.wholes, 1, out=staging.rows)
+            torch.cat(staging.wholes, 1, out=staging.sections)
             if not self._large:
                 return [output], [self.staging.memory.tensor]
             self.staging.sums.allocate()
@@ -246,7 +246,7 @@ class StagedTransport(ProcessGroupTransport):
         self.lists = TensorLists(group, tracker, fewest=self.fewest_staged)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:
-        """Send each other rank, in rank order, its row of `sent`, shape (world - 1, n), and receive their rows into
+        """Send each other rank, in rank order, its section of `sent`, shape (world - 1, n), and receive theirs into
         `arrived`; both uint8. Collective; the caller counts it in `comm_stats`."""
         splits = [1] * self.group.size
         splits[self.group.rank] = 0

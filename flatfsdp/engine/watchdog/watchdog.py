@@ -44,7 +44,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -62,16 +62,6 @@ OUTLAST = 10.0  # seconds for which a process that ends waits for others that ma
 MISSED = 3.0  # periods without an answer of the store after which the second thread takes over
 MODELS = 64  # the last ones, whose progress is reported
 PATIENCE = 1800.0  # seconds to wait for the notes of the others, which may be late legitimately: torch's own limit
-
-
-class PastOps(Protocol):
-    """The last ops of a model, which outlive it."""
-
-    def consider(self, alarm: str) -> bool:
-        """Answer the alarm of a rank, if it concerns this model, which was deleted."""
-
-    def publish(self) -> None:
-        """Write notes for the other ranks: the watch ends."""
 
 
 class Wake:
@@ -101,7 +91,8 @@ class Watchdog:
         self._polls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
-        self._past: list[tuple[weakref.ref[Any], PastOps]] = []  # of models that live, and of the last ones deleted
+        # Of models that live, and of the last ones deleted: how to answer alarms, and what to do when the watch ends.
+        self._past: list[tuple[weakref.ref[Any], Callable[[str], bool], Callable[[], None]]] = []
         self._open: list[str] = []  # alarms that models have yet to process
         self._lock = threading.Lock()
         self._wake = Wake()  # [Note: finalizers]
@@ -123,16 +114,16 @@ class Watchdog:
     def _period(self) -> float:
         return self._polls.period
 
-    def add(self, watched: Any, past: PastOps | None = None) -> None:
-        """Watch `watched`, an `OpSequence`; starts the thread if none runs. When it is deleted `past`, which must not
-        reference it, answers other ranks."""
+    def add(self, watched: Any, consider: Callable[[str], bool], publish: Callable[[], None]) -> None:
+        """Watch `watched`, an `OpSequence`; starts the thread if none runs. When it is deleted `consider`, which must
+        not reference it, answers the alarms of other ranks in its place: True if an alarm needs nothing more of this
+        rank. `publish` writes notes for them when the watch ends."""
         with self._lock:
             self._local.watched.add(watched)
-            if past is not None:
-                deleted = [each for each in self._past if each[0]() is None]
-                forgotten = deleted[: max(0, len(deleted) - MODELS)]
-                self._past = [each for each in self._past if each not in forgotten]
-                self._past.append((weakref.ref(watched), past))
+            deleted = [each for each in self._past if each[0]() is None]
+            forgotten = deleted[: max(0, len(deleted) - MODELS)]
+            self._past = [each for each in self._past if each not in forgotten]
+            self._past.append((weakref.ref(watched), consider, publish))
             self._start()
 
     def follow(self, scope: str, progress: reports.Progress) -> None:
@@ -148,7 +139,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool = False) -> Iterator[None]:
-        """A context for code that waits until all `ranks` are at the same place, which `what` describes.
+        """A context for code that waits until all `ranks` are in the same wait, which `what` describes.
 
         `ends_by_notes`: or until it has read in their notes that they are not.
 
@@ -240,8 +231,8 @@ class Watchdog:
 
     def publish_pasts(self) -> None:
         """Leave what other ranks may still ask when this watch has ended."""
-        for _, past in [*self._past]:
-            past.publish()
+        for *_, publish in [*self._past]:
+            publish()
 
     def finish_works(self, *, failed: bool = False) -> None:
         """Wait for those of `outlast`, at the end of the process, while the thread still answers. `failed`: the process
@@ -336,9 +327,9 @@ class Watchdog:
                 case [str(), int(), int() | None] | ["unused", str(), int()]:
                     self._open.append(alarm or "")
         if self._open:
-            known: list[Any] = [*self._local.watched]
-            known += [past for living, past in [*self._past] if living() is None]
-            self._open = [alarm for alarm in self._open if not all([each.consider(alarm) for each in known])]
+            known: list[Callable[[str], bool]] = [each.consider for each in [*self._local.watched]]
+            known += [consider for living, consider, _ in [*self._past] if living() is None]
+            self._open = [alarm for alarm in self._open if not all([consider(alarm) for consider in known])]
         for number in ended:  # after the alarms that preceded the end
             exit_record = reports.ExitRecord.read(self.store, number)
             if exit_record is not None and exit_record.rank != self._rank:

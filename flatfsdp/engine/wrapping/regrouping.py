@@ -41,7 +41,7 @@ from .serialization import OF_UNIT, UnitPlan, build_units, lists_of, plans_of
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """The ranks over which a unit is rebuilt: its axes, and the mesh of its distributed parameters, if it has one."""
 
     groups: ProcessGroups
@@ -54,20 +54,20 @@ class Regrouping:
     Attributes:
         units: the present ones, at rest.
         layouts: for each unit the new layout of each of its handles.
-        places: for each unit, its new ranks.
+        targets: for each unit, its new ranks.
     """
 
-    def __init__(self, module: nn.Module, place_of: Callable[[Unit], Place]) -> None:
+    def __init__(self, module: nn.Module, target_of: Callable[[Unit], Target]) -> None:
         """`module`: the outermost one of its model.
 
         Raises:
             UsageError: the model cannot be rebuilt, or not now.
         """
         self.units = at_rest(module)
-        self.places = [place_of(unit) for unit in self.units]
+        self.targets = [target_of(unit) for unit in self.units]
         plans = plans_of(module, self.units)
         loads: dict[tuple[int, ...], list[int]] = {}
-        made = [_moved(*each, loads) for each in zip(self.units, plans, self.places, strict=True)]
+        made = [_moved(*each, loads) for each in zip(self.units, plans, self.targets, strict=True)]
         self.layouts = [layouts for _, layouts, _ in made]
         orders = [order for _, _, order in made]
         self._plans = [replace(plan, shared=_renumbered(plan, orders)) for plan, _, _ in made]
@@ -169,11 +169,11 @@ def _check(unit: Unit) -> None:
 
 
 def _moved(
-    unit: Unit, plan: UnitPlan, place: Place, loads: dict[tuple[int, ...], list[int]]
+    unit: Unit, plan: UnitPlan, target: Target, loads: dict[tuple[int, ...], list[int]]
 ) -> tuple[UnitPlan, list[FlatLayout], list[dict[int, int]]]:
     """The plan of `unit` over other ranks, without its shards; for each of its handles the layout there, and the new
     number of each leaf. `loads`: the costs of whole parameters that ranks have, by the ranks."""
-    shard = place.groups.shard
+    shard = target.groups.shard
     load = loads.setdefault(shard.ranks, [0] * shard.size)
     made, layouts, numbers = [], [], []
     for handle, settings in zip(unit.handles, plan.handles, strict=True):
@@ -182,7 +182,7 @@ def _moved(
         numbers.append([at[spec.name] for spec in layout.params])  # a planned layout may have another order
         options = settings["options"]
         if getattr(options.face, "mesh", None) is not None:
-            options = replace(options, face=replace(options.face, mesh=place.mesh))
+            options = replace(options, face=replace(options.face, mesh=target.mesh))
         kept = {"flat_param": handle.flat_param} if _is_flat(handle) else {}
         like = handle.shard.new_empty(0)  # the old one may be freed before the new one is made
         made.append({**settings, "shard": like, "options": options, "layout": layout, "rank": shard.rank, **kept})
@@ -197,8 +197,8 @@ def _moved(
         handles=made,
         leaves=leaves,
         homes=[(module, name, path, kind, back[kind][index]) for module, name, path, kind, index in plan.homes],
-        groups=place.groups,
-        mesh=place.mesh,
+        groups=target.groups,
+        mesh=target.mesh,
         residuals=(),  # of reductions over the present ranks
     )
     return moved, layouts, back
