@@ -924,7 +924,7 @@ class SimulatedRank:
         for verb, units in actions:
             if verb in ("gather", "ahead"):
                 self.gather(units, ahead=verb == "ahead")
-            elif verb in ("free", "close"):
+            elif verb == "free":
                 self.reshard(units[0])
             elif verb == "participate":
                 self._await_gradients(units[0])

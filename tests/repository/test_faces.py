@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,54 @@ def test_no_other_file_checks_which_face_it_is() -> None:
     trees = {name: ast.parse(text) for name, text in texts.items() if ARGUMENT in text}
     for found, files in ((asked, ASKS), (named, NAMES)):
         assert {name for name, tree in trees.items() if found(tree)} <= {*files}, found
+
+
+FACES = ("flat/faces", "flat/paired_face", "flat/piece_face", "dtensor/dtensor_face")
+
+
+def lists_of_faces() -> set[str]:
+    """The attributes of faces that are lists, empty for some of them."""
+    tree = ast.parse((ENGINE / "flat/faces.py").read_text())
+    face = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Face")
+    fields = [each for each in face.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    return {
+        each.target.id
+        for each in fields
+        if isinstance(each.target, ast.Name) and ast.unparse(each.annotation).startswith(("Sequence", "list"))
+    }
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+    """The expressions of whose values the code asks whether they are true."""
+    asked: list[ast.expr] = []
+    for each in ast.walk(tree):
+        match each:
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) | ast.Assert(test=test):
+                asked.append(test)
+            case ast.comprehension(ifs=ifs):
+                asked += ifs
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                asked.append(operand)
+            case ast.BoolOp(values=values):
+                asked += values
+            case ast.Call(
+                func=ast.Name(id="bool" | "any" | "all"), args=[ast.GeneratorExp() | ast.ListComp() as found]
+            ):
+                asked.append(found.elt)
+            case ast.Call(func=ast.Name(id="bool"), args=args):
+                asked += args
+    for each in asked:
+        yield each.value if isinstance(each, ast.NamedExpr) else each
+
+
+def test_no_other_file_asks_whether_a_list_of_a_face_is_empty() -> None:
+    lists = lists_of_faces()
+    assert {"holders", "showing", "counters"} <= lists
+    found = [
+        f"{path.relative_to(ENGINE)}:{each.lineno}: {ast.unparse(each)}"
+        for path in sorted(ENGINE.rglob("*.py"))
+        if path.relative_to(ENGINE).with_suffix("").as_posix() not in FACES
+        for each in conditions(ast.parse(path.read_text()))
+        if isinstance(each, ast.Attribute) and each.attr in lists and "face" in ast.unparse(each.value)
+    ]
+    assert not found, f"let the face have a fact that says what is wanted, such as `holders_are_leaves`: {found}"

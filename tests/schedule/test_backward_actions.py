@@ -14,7 +14,7 @@ from flatfsdp.engine.schedule.forward_schedule import ForwardRecord
 pytestmark = pytest.mark.unit
 
 Step = Callable[[BackwardSchedule[str]], list[Action[str]]]
-LETTERS = {"gather": "+", "ahead": ">", "free": "-", "close": "-", "participate": "0", "complete": "!", "reduce": "*"}
+LETTERS = {"gather": "+", "ahead": ">", "free": "-", "participate": "0", "complete": "!", "reduce": "*"}
 
 
 def recorded(program: str, reentrant: str = "") -> ForwardRecord[str]:

@@ -211,6 +211,8 @@ class DTensorFace(PairedFace):
         ),
     )
 
+    users_swap_holders = misses_data_writes = True
+
     def __init__(
         self,
         leaves: Sequence[nn.Parameter],
@@ -222,7 +224,6 @@ class DTensorFace(PairedFace):
     ) -> None:
         super().__init__(leaves, [])
         self.originals, self.present = leaves, range(len(leaves))
-        self.swappable = self.holders
         specs = zip(layout.params, stored, hooks, strict=True)
         self._rows = [_Rows(spec, layout, rank, mesh, one, other) for spec, one, other in specs]
         self._without = [i for i, rows in enumerate(self._rows) if not rows.numel]

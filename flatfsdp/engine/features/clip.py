@@ -419,8 +419,9 @@ def _owners() -> dict[int, _Owner]:
         for unit in model.units
         for handle in unit.handles
         if ours or not is_dtensor(handle.face.holders[0])
-        for listed, holders in ((handle.face.holders,) * 2, (handle.leaves, handle.face.graded))
-        for each, holder in zip(listed, holders, strict=False)
+        for face in (handle.face,)
+        for listed in (face.holders, handle.leaves if face.originals_get_grads else ())
+        for each, holder in zip(listed, face.holders, strict=False)
     }
 
 

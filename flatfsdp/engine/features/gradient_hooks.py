@@ -21,7 +21,7 @@ from ...errors import UsageError, fail
 from ..base import _torch
 from ..base import autograd as hooks
 from ..base.events import Observer
-from ..flat.faces import adoptions
+from ..flat.faces import Face, adoptions
 from ..flat.flat_param import FlatParamHandle
 from ..runtime.finish import Finished
 from ..runtime.model import Model, model_of
@@ -117,7 +117,7 @@ class GradientHooks(Observer):
                     continue
                 face = handle.face
                 if self._holders_have_hooks(handle, on_leaves=(on_leaves := _are_hooked(watched))):
-                    hooks.run_hooks(face.distinct)
+                    hooks.run_hooks(face.holders)
                 if on_leaves:
                     hooks.run_user_hooks(handle.leaves, [*map(face.holder_of, range(len(handle.leaves)))])
             for handle in complete if self.expects_gradients else ():
@@ -134,7 +134,7 @@ class GradientHooks(Observer):
     def _holders_have_hooks(self, handle: FlatParamHandle, *, on_leaves: bool) -> bool:
         """Whether holders that are no leaves have hooks, of either kind. If neither they nor leaves (`on_leaves`) have,
         when that was found is recorded."""
-        holders = handle.face.distinct
+        holders = _holders_apart(handle.face)
         with _torch.as_plain_tensors():
             found = hooks.users_have_hooked(holders) or any(map(_torch.hooks_on, holders))
         if not (found or on_leaves):
@@ -149,7 +149,7 @@ class GradientHooks(Observer):
                 set on their holders.
         """
         on_holders = self._holders_have_hooks(handle, on_leaves=on_leaves)
-        if (on_leaves or on_holders) and not handle.face.graded:
+        if (on_leaves or on_holders) and not handle.face.originals_get_grads:
             _check_hooks(unit, handle)
             return
         if on_leaves:
@@ -181,7 +181,7 @@ class GradientHooks(Observer):
         handles, leaves = [handle for unit in units for handle in unit.handles], []
         for handle in handles:
             leaves += handle.leaves
-            leaves += handle.face.distinct
+            leaves += _holders_apart(handle.face)
         with _torch.as_plain_tensors():
             counts = list(map(_torch.use_count, leaves))
             found = hooks.held_nodes(leaves, counts) if max(counts, default=2) > 1 else {}
@@ -199,7 +199,7 @@ class GradientHooks(Observer):
         known = self._held.setdefault(handle, [])
         seen = {id(held.after()) for held in known}
         face, specs = handle.face, zip(handle.leaves, handle.layout.params, strict=True)
-        distinct = [(holder, face.name_of_holder(i)) for i, holder in enumerate(face.distinct)]
+        distinct = [(holder, face.name_of_holder(i)) for i, holder in enumerate(_holders_apart(face))]
         for leaf, name in [*distinct, *((leaf, repr(spec.name)) for leaf, spec in specs)]:
             if (node := found.get(id(leaf))) is None:
                 continue
@@ -219,14 +219,14 @@ class GradientHooks(Observer):
         for handle in handles:
             face = handle.face
             stepped = [each for each in (*face.holders, *handle.leaves) if hasattr(each, _OPTIMIZERS)]
-            if stepped and not face.graded:
+            if stepped and not face.originals_get_grads:
                 raise UsageError(
                     f"unit {handle.label}: _apply_optimizer_in_backward() was called on parameters that were "
                     f"flattened, or on {face.words.holder}, and would never step: autograd accumulates no gradient "
                     f"there. Step with flatfsdp.optimizer_in_backward(model, optimizer){face.words.or_remedy}"
                 )
             if stepped:
-                self._stepped[handle] = [each for each in face.graded if hasattr(each, _OPTIMIZERS)]
+                self._stepped[handle] = [each for each in face.originals if hasattr(each, _OPTIMIZERS)]
         self.expects_gradients = {*self._held, *self._stepped}
 
 
@@ -262,6 +262,11 @@ def _check_hooks(unit: Unit, handle: FlatParamHandle) -> None:
         )
 
 
+def _holders_apart(face: Face) -> Sequence[nn.Parameter]:
+    """The holders, unless they are the leaves."""
+    return () if face.holders_are_leaves else face.holders
+
+
 def _are_hooked(watched: Mapping[int, hooks.Registry]) -> bool:
     """Whether leaves with the engine's hooks, in these registries, have other hooks."""
     return sum(map(len, watched.values())) > len(watched)
@@ -272,7 +277,7 @@ def _why_not(held: dict[FlatParamHandle, list[HeldAccumulator]]) -> str | None:
     for handle, known in held.items():
         where, words = f"of unit {handle.label}", handle.face.words
         for each in known:
-            if each.after() and not handle.face.graded:
+            if each.after() and not handle.face.originals_get_grads:
                 return (
                     f"{each.name} {where} has a hook on its AccumulateGrad node, but with {words.setting} no "
                     "gradient is accumulated into it: the hook would never run. To step in the backward, use "

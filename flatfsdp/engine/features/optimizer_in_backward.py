@@ -169,7 +169,7 @@ class StepInBackward(Finisher):
             for optimizer in self._optimizers:
                 optimizer._step_on(parameters)
             for handle in handles:
-                if handle.is_unsharded_at_rest and handle.face.distinct:
+                if handle.is_unsharded_at_rest and not handle.face.holders_are_leaves:
                     # The step wrote to the holders; versions of the leaves have to count the write, too.
                     torch.autograd.graph.increment_version(handle.counted)
         for views, mode in zip(unit.views, modes, strict=True):

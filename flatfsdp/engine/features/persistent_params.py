@@ -178,7 +178,7 @@ class PersistentParams(Observer):
                     reported.setdefault("no longer frozen", []).append(unit.label)
             elif unit.views[ref.kind].mode is not SHOWS_SHARD:
                 continue
-            elif not (ref.is_fetched or unit.kept.maybe_stale or handle.face.swappable):
+            elif not (ref.is_fetched or unit.kept.maybe_stale or handle.face.users_swap_holders):
                 self._due.append(ref)  # all ranks count the same writes, unless users swap holders
                 reported.setdefault("gathering frozen parameters to keep them", []).append(unit.label)
             elif unit.kept.maybe_stale or is_compared(unit, handle):

@@ -3,9 +3,9 @@
 [Note: faces] Inside a forward and a backward, modules compute with the *leaves*, and autograd accumulates gradients in
 them. At rest users meet the handle's *face*: *holders*, which modules list, optimizers step on, and whose `.grad` is
 the reduced gradient. They are the user's own parameters, each this rank's piece of what it was, one flat parameter for
-all of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value. Other files look
-neither at its class nor at the argument that chose it: every difference is a method here, or a value of the face, of
-which other files may ask whether it is empty.
+all of them (`FlatFace`), or a distributed tensor for each. A handle is given its face as a value. No other file asks
+which face it has, by its class, by the argument that chose it, or by a list that is empty for some: every difference is
+a method here, or a value that the other file uses.
 """
 
 from __future__ import annotations
@@ -66,22 +66,23 @@ class Face(Protocol):
         holders: the parameters that modules list and optimizers step on, the same objects for as long as the handle
             lives, unless a user replaces one of them.
         words: for messages.
-        distinct: the holders that are other objects than the leaves: all, or none.
+        holders_are_leaves: whether the leaves are the holders, so that autograd and users share their `.grad`.
         leaves: the leaves.
         originals: the parameters for which the face was made, the user's: they show whole parameters while users have
             these (`summon_full_params()`).
-        private: the leaves whose `.grad` is that of their holders while no unit computes with them ([Note: two lives]):
-            all, or none.
-        graded: those of `originals` that have a `.grad` of their own: all, or none.
+        leaves_are_private: whether the `.grad` of leaves is that of their holders while no unit computes with them
+            ([Note: two lives]).
+        originals_get_grads: whether `originals` have a `.grad` of their own, so that hooks of users on them can run.
         showing: the holders that are views of the shard, if any are.
-        refusing: the holders that a guard lets refuse to be used from a forward to the end of its backward.
+        holders_refuse: whether a guard lets holders refuse to be used from a forward to the end of its backward.
         computes: whether modules hold the leaves instead of other holders now.
-        swappable: the holders that users may swap with other objects, so that nobody may refer to them, not even
-            weakly: all, or none.
+        users_swap_holders: whether users may swap holders with other objects, so that nobody may refer to these, not
+            even weakly.
         present: the leaves whose holders have a gradient on this rank, if any rank has one.
         gaps: the padding of the unsharded form to which users can write.
         counters: tensors whose versions count writes through holders that the shard's version does not count; always
-            the same list. If there are any, writes to the `.data` of holders change no version.
+            the same list.
+        misses_data_writes: whether writes to the `.data` of holders change no version.
         release: where gradients have memory that is kept for the next ones: releases it, if users have dropped them;
             returns whether they have. Called when a forward or a backward begins.
         flags: whether each leaf requires a gradient, if that is known without reading it from the leaves.
@@ -91,15 +92,16 @@ class Face(Protocol):
 
     holders: list[nn.Parameter]
     words: FaceWords
-    distinct: Sequence[nn.Parameter] = ()
+    holders_are_leaves: bool = False
     leaves: Sequence[nn.Parameter]
     originals: Sequence[nn.Parameter]
-    private: Sequence[nn.Parameter] = ()
-    graded: Sequence[nn.Parameter] = ()
+    leaves_are_private: bool = False
+    originals_get_grads: bool = False
     showing: Sequence[nn.Parameter] = ()
-    refusing: Sequence[nn.Parameter] = ()
+    holders_refuse: bool = False
     computes: bool = False
-    swappable: Sequence[nn.Parameter] = ()
+    users_swap_holders: bool = False
+    misses_data_writes: bool = False
     present: Container[int]
     gaps: Sequence[Span] = ()
     counters: list[torch.Tensor]
@@ -167,7 +169,7 @@ class Face(Protocol):
         return
 
     def replaced(self) -> list[int]:
-        """The leaves whose holders, if they are `swappable`, do not show the shard: the user replaced their memory.
+        """The leaves whose holders, if `users_swap_holders`, do not show the shard: the user replaced their memory.
         Called at rest."""
         return []
 
@@ -215,6 +217,10 @@ class Face(Protocol):
         for index, each in elements.items():
             self._at_rest.view_of(flat, index).copy_(each)
         return flat
+
+    def views_of_shard(self, *, is_whole: bool) -> Sequence[nn.Parameter]:
+        """The parameters that show the shard; `is_whole`: it is the unsharded form, too."""
+        return self.showing or (self.leaves if is_whole else ())
 
     def moved(self, at_rest: ShardViews, shard: torch.Tensor) -> None:
         """Use `shard` as the handle's from now on (also at first), maybe with a new dtype or device; `at_rest`
@@ -307,6 +313,7 @@ class FaceMaker(Protocol):
 class OriginalFace(Face):
     """`use_orig_params=True`: the holders are the leaves themselves, of which this rank has the whole."""
 
+    holders_are_leaves = originals_get_grads = True
     words = FaceWords(
         "use_orig_params",
         "True",
@@ -321,7 +328,7 @@ class OriginalFace(Face):
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         self.holders, self.counters = list(leaves), list[torch.Tensor]()
-        self.leaves = self.flagged = self.originals = self.graded = self.showing = self.holders
+        self.leaves = self.flagged = self.originals = self.showing = self.holders
 
     def check_copied(self, what: str) -> None:
         raise UsageError(
@@ -370,7 +377,7 @@ class FlatFace(Face):
         self._every = self.present = tuple(range(len(leaves)))
         self.gaps = layout.gaps
         self.holders: list[nn.Parameter] = [flat_param]
-        self.distinct = self.flagged = self.holders
+        self.flagged = self.holders
         self.counters: list[torch.Tensor] = []
         self._followed = any(map(REQUIRES_GRAD, leaves))  # the value that the leaves have
         self._listed = Listed()

@@ -241,7 +241,7 @@ class FlatParamHandle:
         """Rebuild all state that depends on the shard (it moved or changed its dtype)."""
         empty = torch.empty(0, dtype=self.precision.compute, device=self.device)
         self.shard_is_whole = self.is_shard_in(self.precision.compute)
-        shown = self.leaves if self.shard_is_whole and not self.face.showing else self.face.showing
+        shown = self.face.views_of_shard(is_whole=self.shard_is_whole)
         self.at_rest = ShardViews(shown, self.layout, self.rank, self.shard, empty)
         self.face.moved(self.at_rest, self.shard)
         self.writes = WriteTracker(self.shard, self.flat_param, self.counted, self.face.counters)

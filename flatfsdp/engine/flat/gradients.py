@@ -96,7 +96,7 @@ class Gradients:
             found = list(map(own_grad, self.handle.leaves))
             some = found.count(None) != len(found)
             self._taken = self.handle.face.take_grads() if some else {}
-            if some and self.handle.face.distinct:
+            if some and not self.handle.face.holders_are_leaves:
                 self._refuse_assigned([i for i, grad in enumerate(found) if grad is not None])
 
     @property

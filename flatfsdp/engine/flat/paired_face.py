@@ -60,10 +60,12 @@ class PairedFace(Face):
     Modules hold the leaves while a unit computes, else the holders. Their places change together, four times in a step.
     """
 
+    leaves_are_private = True
+
     def __init__(self, leaves: Sequence[nn.Parameter], holders: list[nn.Parameter]) -> None:
         """`holders`: the list of them, which may change."""
-        self.leaves = self.private = leaves
-        self.holders = self.distinct = holders
+        self.leaves = leaves
+        self.holders = holders
         self.flagged: Sequence[nn.Parameter] = holders
         self._index = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._places: list[tuple[ParamRef, int]] = []

@@ -55,12 +55,13 @@ class PieceFace(PairedFace):
     """`use_orig_params=True`: the user's parameters, each this rank's piece of what it was. [Note: two lives]"""
 
     words = OriginalFace.words
+    originals_get_grads = misses_data_writes = holders_refuse = True
 
     def __init__(
         self, leaves: Sequence[nn.Parameter], flat_param: FlatParameter, layout: FlatLayout, rank: int
     ) -> None:
         super().__init__([_leaf_for(each) for each in leaves], list(leaves))
-        self.originals = self.graded = self.showing = self.refusing = self.holders
+        self.originals = self.showing = self.holders
         self._layout = layout
 
     # -- the shard ---------------------------------------------------------------------------------------------------

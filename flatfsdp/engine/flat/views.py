@@ -83,7 +83,7 @@ class ParamViews:
     def __init__(self, handle: FlatParamHandle, guard: Guard) -> None:
         self.handle = handle
         self.guard = guard
-        private = bool(handle.face.private)
+        private = handle.face.leaves_are_private
         self._hidden = guard.private_hidden if private else guard.hidden
         self._noticed = guard.private_noticed if private else guard.noticed
         self.extended: Sequence[TransformedLeaf] = []
@@ -143,11 +143,11 @@ class ParamViews:
             deque(map(setattr, handle.leaves, _CLASS, self._refusing), 0)
         if before is SHOWS_UNSHARDED:
             face.rest()
-        if face.refusing and self.guarded is not (refuses := mode is SHOWS_NOTHING):
+        if face.holders_refuse and self.guarded is not (refuses := mode is SHOWS_NOTHING):
             self.guarded = refuses
-            change_classes(face.refusing, self.guard.hidden if refuses else ORIGINAL)
+            change_classes(face.holders, self.guard.hidden if refuses else ORIGINAL)
             if self.guard.awaited and not refuses:
-                self.guard.show_awaited(face.refusing)
+                self.guard.show_awaited(face.holders)
         for each in self.extended:
             each.uninstall(face.put)
 
@@ -165,9 +165,9 @@ class ParamViews:
     def refuse_holders(self) -> None:
         """Let holders refuse to be used, if their face wants that, until the next `show` of the shard."""
         at_rest = self.mode is SHOWS_SHARD or self.left is Left.REQUESTED
-        if at_rest and not self.guarded and (holders := self.handle.face.refusing):
+        if at_rest and not self.guarded and self.handle.face.holders_refuse:
             self.guarded = True
-            change_classes(holders, self.guard.hidden)
+            change_classes(self.handle.face.holders, self.guard.hidden)
 
     def track_writes(self, *, requested: bool = False, in_use: bool = False, ended: bool = False) -> None:
         """After a forward that left the leaves unsharded: detect writes to them, which would be lost when they are
@@ -225,7 +225,7 @@ class ParamViews:
         self._lay_out()
         self.mode = SHOWS_SHARD
         if self.guarded:
-            change_classes(self.handle.face.refusing, self.guard.hidden)
+            change_classes(self.handle.face.holders, self.guard.hidden)
 
     def replace_shard(self, shard: torch.Tensor) -> None:
         """Make `shard` (another dtype or device) the shard; gradients follow.

@@ -110,7 +110,7 @@ def _write_back(unit: Unit, views: ParamViews, changed: Iterable[ParamRef]) -> b
         if handle.state is UNSHARDED:
             unit.resources.free(handle)
         _adopt_flat(views)
-    if face.swappable and (replaced := face.replaced()):
+    if face.users_swap_holders and (replaced := face.replaced()):
         found = True
         holders = [face.holder_of(i) for i in replaced]
         values = [face.value_of(i, holder) for i, holder in zip(replaced, holders, strict=True)]

@@ -98,7 +98,7 @@ def check_again(unit: Unit, views: ParamViews, *, looks: bool) -> None:
     if looks and (displaced := _displaced(views)):
         _refuse(views, indices=displaced)
     # Other memory of holders is taken over at rest, too: this forward would compute with the shard.
-    if handle.face.swappable:
+    if handle.face.users_swap_holders:
         if replaced := handle.face.replaced():
             _refuse(views, indices=replaced)
     elif not handle.flat_shows_shard:

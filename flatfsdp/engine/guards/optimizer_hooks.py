@@ -385,7 +385,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                 strangers.add(id(parameter))
             if unit is None:
                 continue
-            if any(parameter is holder for handle in unit.handles for holder in handle.face.swappable):
+            faces = [handle.face for handle in unit.handles if handle.face.users_swap_holders]
+            if any(parameter is holder for face in faces for holder in face.holders):
                 continue  # it was made by wrapping: no optimizer had it, or a state of it, before
             if (found := _place_of(unit, parameter)) is None:
                 raise UsageError(

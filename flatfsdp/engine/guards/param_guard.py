@@ -295,7 +295,7 @@ def may_hide(handle: FlatParamHandle) -> Callable[[], object]:
     this = weakref.ref(handle)
     ids = [*map(id, handle.leaves), *map(id, handle.face.originals)]
     _handles.update({each: (this, index % len(handle.leaves)) for index, each in enumerate(ids)})
-    undo = [*map(_refuse_gradients_of, handle.face.refusing)]
+    undo = [*map(_refuse_gradients_of, handle.face.holders)] if handle.face.holders_refuse else []
     # Weakly: a parameter may have its model as an attribute.
     return weakref.finalize(handle, _forget, ids, this, [*map(weakref.ref, handle.face.showing)], undo)
 

@@ -4,13 +4,13 @@ weak."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..flat.faces import adoptions
+from ..flat.faces import Face, adoptions
 from ..flat.param_refs import ParamRef
 from ..runtime.model import Model
 from ..runtime.unit import Unit
@@ -70,8 +70,13 @@ def owner_of(parameter: torch.Tensor) -> Unit | None:
     if _of_holders_at != adoptions.count:
         _find_holders()
     unit = of_it() if (of_it := _of_holders.get(id(parameter))) is not None else None
-    holders = [] if unit is None else [holder for handle in unit.handles for holder in handle.face.swappable]
+    holders = [] if unit is None else [holder for handle in unit.handles for holder in _swapped_in(handle.face)]
     return unit if any(parameter is holder for holder in holders) else None
+
+
+def _swapped_in(face: Face) -> Sequence[nn.Parameter]:
+    """The holders that users may swap."""
+    return face.holders if face.users_swap_holders else ()
 
 
 def _find_holders() -> None:
@@ -79,7 +84,7 @@ def _find_holders() -> None:
     _of_holders.clear()
     for unit in _with_holders:
         for handle in unit.handles:
-            _of_holders.update(dict.fromkeys(map(id, handle.face.swappable), weakref.ref(unit)))
+            _of_holders.update(dict.fromkeys(map(id, _swapped_in(handle.face)), weakref.ref(unit)))
     _of_holders_at = adoptions.count
 
 
@@ -98,7 +103,7 @@ def own(unit: Unit) -> None:
     """Register `unit` as the owner of its handles' leaves and of their holders."""
     global generation, _of_holders_at
     generation += 1
-    if any(handle.face.swappable for handle in unit.handles):
+    if any(handle.face.users_swap_holders for handle in unit.handles):
         _with_holders.add(unit)
         _of_holders_at = -1
     for handle in unit.handles:

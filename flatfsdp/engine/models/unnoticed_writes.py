@@ -27,7 +27,7 @@ from ..runtime.unit import Unit
 def is_compared(unit: Unit, handle: FlatParamHandle) -> bool:
     """Whether the values of kept parameters of `handle` are compared: the same on all ranks."""
     # without other counters, all writes change the shard's version
-    if not handle.face.counters or handle.precision.gather is not None or not handle.gathers_elements:
+    if not handle.face.misses_data_writes or handle.precision.gather is not None or not handle.gathers_elements:
         return False
     if unit.kept.trusted or is_memoryless():
         return False
@@ -39,7 +39,7 @@ def copy_shards(unit: Unit) -> None:
     """A gather of `unit` is about to be requested: keep what it sends, if only a comparison shows later writes."""
     unit.kept.shards.clear()
     compares = unit.kept.by_choice and not (unit.resources.device.has_streams or is_memoryless())
-    if compares and any([handle.face.counters for handle in unit.handles]):
+    if compares and any([handle.face.misses_data_writes for handle in unit.handles]):
         shards = [(handle.shard.detach(), handle.has_memory) for handle in unit.handles]
         unit.kept.shards += [shard.clone() if has_memory else shard for shard, has_memory in shards]
 

@@ -26,7 +26,7 @@ Piece = tuple[int, Span]  # the index of a matrix, and elements of it
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankSpan:
     """The elements of a matrix that one rank has.
 
     Attributes:
@@ -53,7 +53,7 @@ class Matrix:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RankSpan, ...]
     cost: int
     asked: int | None = None
     kind: int = 0
@@ -77,7 +77,7 @@ class Matrix:
         return {part.rank: part.span for part in self.parts}
 
 
-def parts_of(layout: FlatLayout, index: int, within: Span) -> tuple[Part, ...]:
+def parts_of(layout: FlatLayout, index: int, within: Span) -> tuple[RankSpan, ...]:
     """The parts that ranks have of the elements `within` the parameter `index`, counted from the first of these."""
     start = layout.spans[index].start
     segment = next(each for each in layout.segments if each.members.start <= index < each.members.stop)
@@ -90,7 +90,7 @@ def parts_of(layout: FlatLayout, index: int, within: Span) -> tuple[Part, ...]:
     for rank in range(first, last + 1):
         own = within.intersect(layout.span_in_param(index, rank))
         if not own.is_empty:
-            found.append(Part(rank, own.shift(-within.start)))
+            found.append(RankSpan(rank, own.shift(-within.start)))
     return tuple(found)
 
 
@@ -109,7 +109,7 @@ class OwnerPlan:
         buckets: the matrices of each bucket, as indices, in the order of `matrices`; all of one kind.
 
     Example:
-        >>> halves = (Part(0, Span(0, 4)), Part(1, Span(4, 8)))
+        >>> halves = (RankSpan(0, Span(0, 4)), RankSpan(1, Span(4, 8)))
         >>> matrices = [Matrix("a", (2, 4), halves, cost=8), Matrix("b", (4, 2), halves, cost=8)]
         >>> plan = OwnerPlan.of(matrices, world=2, bucket=8)
         >>> plan.owners, plan.buckets, plan.sent(0), plan.returned(0), plan.imbalance

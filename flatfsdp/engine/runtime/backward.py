@@ -238,7 +238,7 @@ class Backward:
                         continue
                     for unit in units:
                         self.agreement.issued.gathered.append(unit.position.index)
-                elif verb == "close":
+                elif verb == "free":
                     units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "reduce":
                     # One input in addition to the one being filled, and one all-reduce: earlier ones are released
@@ -258,8 +258,6 @@ class Backward:
                 elif verb == "end turn":
                     if units or self._in_flight[1].only_in_waits:
                         self._end_turn(units)
-                elif verb == "free":
-                    units[0].reshard(SHOWS_NOTHING, unreached=True)
                 elif verb == "participate":
                     self._await_gradients(units[0], share=False)
                 elif verb == "complete":

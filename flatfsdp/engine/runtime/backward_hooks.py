@@ -301,7 +301,8 @@ class BackwardHooks:
             # No output of the unit has shown this backward: a loss of what is inside of it, or of its parameters.
             if unit.phase is FORWARD:
                 _refuse_inside_forward(unit)
-            if grads.accumulation.window_open and not (unit.handles[kind].face.distinct or grads.is_stashed):
+            shows_window = grads.accumulation.window_open and unit.handles[kind].face.holders_are_leaves
+            if shows_window and not grads.is_stashed:
                 _refuse_added_to_window(unit, kind, index)
             backward = self.begin(unit)
             backward.participate(unit)

@@ -18,7 +18,6 @@ U = TypeVar("U")
 #   retain              free, except for the part that is kept for the backward
 #   leave               leave them unsharded between forward and backward
 # In backwards:
-#   close               free those of a unit that no call reads any more
 #   participate         provide gradients: zeros where this backward computes none
 #   complete            stop awaiting gradients
 #   reduce              issue the reduction
@@ -31,7 +30,6 @@ Verb = Literal[
     "free",
     "retain",
     "leave",
-    "close",
     "participate",
     "complete",
     "reduce",

@@ -155,7 +155,7 @@ class BackwardSchedule(Generic[U]):
     def _is_unsharded(self, unit: U) -> bool:
         """Whether `unit` is unsharded when the actions so far have been executed."""
         for verb, units in reversed(self._actions):
-            if unit in units and verb in ("gather", "ahead", "free", "close"):
+            if unit in units and verb in ("gather", "ahead", "free"):
                 return verb in ("gather", "ahead")
         return self._facts.is_unsharded(unit)
 
@@ -319,7 +319,7 @@ class BackwardSchedule(Generic[U]):
             return
         if (clock.lifetimes or clock.called_again) and self._reaches_again(unit):
             return
-        self._actions.append(("close", (unit,)))
+        self._actions.append(("free", (unit,)))
         if rules.prefetch == "after" and not rules.targets and unit in self.clock.planned:
             self._gather(self.gathers.ahead(unit), ahead=True)
 

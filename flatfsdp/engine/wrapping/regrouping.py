@@ -269,7 +269,7 @@ def _by_name(handle: FlatParamHandle) -> dict[str, nn.Parameter]:
 def _keep_holders(handle: FlatParamHandle, before: Mapping[str, nn.Parameter]) -> None:
     """Let the parameters of a handle that was replaced, by their names, be the holders of `handle`."""
     face = handle.face
-    for index, spec in enumerate(handle.layout.params if face.swappable else ()):
+    for index, spec in enumerate(handle.layout.params if face.users_swap_holders else ()):
         held, made = before[spec.name], face.holders[index]
         if held.device != made.device:  # it was on the meta device
             torch.utils.swap_tensors(held, made)
