@@ -185,10 +185,6 @@ class Backward:
         self.finisher = finisher
         self.muted: list[Unit] = []
 
-    def reduces(self, unit: Unit) -> bool:
-        """Whether `unit` reduces its gradients."""
-        return self._rules[unit].reduces
-
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have arrived. [Note: slot sharing]"""
         rules = self._rules[unit]
@@ -217,7 +213,7 @@ class Backward:
 
     def recomputed(self, unit: Unit) -> None:
         """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
-        if not self.reduces(unit) and unit not in self.schedule.clock.planned:
+        if not self._rules[unit].reduces and unit not in self.schedule.clock.planned:
             self._turns.check_recomputed_in_window(unit)
         inner = self.in_inner_task()
         self.do(self.schedule.recomputed(unit, inner=inner, region=None if inner else self._running_checkpoint()))
