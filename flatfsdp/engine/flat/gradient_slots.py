@@ -232,7 +232,7 @@ class GradientSlots:
 
 
 class Marks:
-    """What users see of windows: of this class nothing; one that is attached may show them. [Note: marks]"""
+    """The view that users have of windows: none, unless a subclass is attached that shows them. [Note: marks]"""
 
     def show(self, slots: GradientSlots, awaited: frozenset[int]) -> None:
         """A backward has left a window in `slots`, in which gradients of the leaves `awaited` may be."""
