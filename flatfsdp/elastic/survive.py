@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from torch import nn
 
 from ..checkpoint.saving import latest
 from ..engine.agreement.collective_calls import forget_calls
-from ..engine.agreement.process_groups import require_process_group
+from ..engine.agreement.process_groups import Connecting, require_process_group, with_time_limit
 from ..engine.base import _torch
 from ..engine.base.plain_data import encode
 from ..engine.cpu.exchange import give_up_all
@@ -55,6 +54,7 @@ from .rebuilding import brought
 from .replicas import Alike, Replicas, check_alike
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
+CONNECTED = 5.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
 
 
 def survive(
@@ -434,6 +434,7 @@ class Survival:
     def _recovered(self, error: BaseException | None, offers: Mapping[int, str] | None = None) -> int:
         """Go on in the next epoch, or in this one, which has begun with those `offers`; returns the number of the next
         step."""
+        seconds = CONNECTED
         while True:
             if self._refreshing is not None:
                 wait([self._refreshing])
@@ -462,11 +463,14 @@ class Survival:
                 check_losses(kept.groups, lost)
                 check_alike(kept.alike, lost)
             rank_of = {rank: members.index(each) for rank, each in enumerate(before) if each in members}
+            connecting = Connecting(seconds)
             try:
-                self._move(number, lost, rank_of)
+                with connecting:
+                    self._move(number, lost, rank_of)
             except Exception as again:
-                if self._is_loss(again, explained=len(rank_of) < len(members)):
-                    error, offers = again, None
+                # A rank that has only paused is not lost: the others try again, and come to it.
+                if self._is_loss(again, explained=len(rank_of) < len(members)) or connecting.failed:
+                    error, offers, seconds = again, None, 2 * seconds
                     continue
                 if isinstance(again, AgreementError):  # as it does not fit on those that are left
                     raise LostRankError(str(again)) from again
@@ -508,13 +512,18 @@ class Survival:
         with self._switching:
             self._forming = frozenset(each for each in made if each.other[1] == self._port)
         self._check_losses()
-        dist.init_process_group(
-            self._backend,
-            store=dist.PrefixStore(f"{self._name}/epoch {self._job.epoch}", store),
-            rank=members.index(self._job.own),
-            world_size=len(members),
-            timeout=None if math.isinf(self._limit) else timedelta(seconds=self._limit),
-        )
+
+        def make(timeout: timedelta | None) -> Any:
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(f"{self._name}/epoch {self._job.epoch}", store),
+                rank=members.index(self._job.own),
+                world_size=len(members),
+                timeout=timeout,
+            )
+            return dist.group.WORLD
+
+        with_time_limit(self._limit, make)
         set_rank(dist.get_rank())
 
 

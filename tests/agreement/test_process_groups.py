@@ -142,3 +142,22 @@ def test_a_group_has_the_options_of_the_group_that_it_is_like(wrapped: bool, mon
         process_groups.new_group((0, 1), "wraps a module")
         assert _torch.time_limit(dist.group.WORLD) > 0
     assert asked == [found]
+
+
+def test_groups_are_connected_in_less_time_than_their_operations_may_take() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        limit = _torch.time_limit(dist.group.WORLD)
+        with process_groups.Connecting(7.0) as connecting:
+            made = process_groups.new_group((0,), "tries")
+            given: list[Any] = []
+            with pytest.raises(RuntimeError, match="not there"):
+                process_groups.with_time_limit(limit, lambda timeout: given.append(timeout) or fail())
+        assert _torch.time_limit(made) == limit > 7.0
+        assert connecting.failed and given[0].total_seconds() == 7.0
+    finally:
+        dist.destroy_process_group()
+
+
+def fail() -> None:
+    raise RuntimeError("a rank is not there")

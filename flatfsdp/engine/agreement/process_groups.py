@@ -12,6 +12,7 @@ import math
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -174,8 +175,6 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
     options are those of `like`, or of the default group; `backend`: another one, or one of its. [Note: groups]
     """
     like = dist.group.WORLD if like is None else like
-    limit = _torch.time_limit(like)
-    timeout = None if math.isinf(limit) else timedelta(seconds=limit)
     counts = for_group(dist.group.WORLD, "counts", Counter[tuple[int, ...]])  # of groups over the same ranks
     counts[ranks] += 1
     name = f"flatfsdp {hash63(str(ranks)):x} {counts[ranks]}"
@@ -185,14 +184,53 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
         _torch.name_of_group(name),
         nullcontext() if is_world else _torch.without_split(),
     ):
-        return dist.new_group(
-            list(ranks),
-            timeout,
-            backend=backend or dist.get_backend(like),
-            pg_options=_torch.nccl_options(like),
-            use_local_synchronization=True,
-            group_desc="flatfsdp",
+        return with_time_limit(
+            _torch.time_limit(like),
+            lambda timeout: dist.new_group(
+                list(ranks),
+                timeout,
+                backend=backend or dist.get_backend(like),
+                pg_options=_torch.nccl_options(like),
+                use_local_synchronization=True,
+                group_desc="flatfsdp",
+            ),
         )
+
+
+class Connecting:
+    """Limits, inside of its `with`, the time in which the ranks of a new group connect to each other: gloo tries to
+    reach one that has ended for as long as an operation may take, and nothing can break that.
+
+    Attributes:
+        failed: whether some group could not be made.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.failed = seconds, False
+
+    def __enter__(self) -> Connecting:
+        _connecting.append(self)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        _connecting.remove(self)
+
+
+_connecting: list[Connecting] = []
+
+
+def with_time_limit(seconds: float, make: Callable[[timedelta | None], Any]) -> Any:
+    """The group that `make` returns, given a time limit, whose operations are limited to so many seconds."""
+    timeout = None if math.isinf(seconds) else timedelta(seconds=seconds)
+    if not _connecting or timeout is None:
+        return make(timeout)
+    try:
+        made = make(min(timeout, timedelta(seconds=_connecting[-1].seconds)))
+    except Exception:
+        _connecting[-1].failed = True
+        raise
+    made.set_timeout(timeout)
+    return made
 
 
 def _exists(process_group: Any) -> bool:
