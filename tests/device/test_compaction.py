@@ -30,6 +30,17 @@ def layers() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
 
 
+class Wide(nn.Module):
+    """A unit of twice the size of a square layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[:WIDTH] + x @ self.weight[WIDTH:]
+
+
 def card() -> SimulatedDevice:
     found: SimulatedDevice = without_memory.value.device
     return found
@@ -115,6 +126,39 @@ def test_gradients_that_live_through_the_forward_stay_apart() -> None:
             optimizer.step()
         assert kept(memory().live()) > 2 * LAYERS * WIDTH * WIDTH * 4 // 8
         assert kept(memory().cached()) < MIB * LAYERS
+
+
+def taken(stream: Any) -> int:
+    """Bytes of the segments of `stream` for large requests."""
+    return sum(block.size for block in [*memory().live(), *memory().cached()] if block.stream is stream)
+
+
+def test_shards_share_a_segment() -> None:
+    """Of 8 MiB each; alone, two of them would take one of 20."""
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
+    with flatfsdp.dry_run(8, accelerator=True):
+        model = flatfsdp.FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear})
+        shards = [block for block in memory().live() if block.size == 8 * MIB]
+        assert len(shards) == 8
+        assert taken(shards[0].stream) <= 8 * 8 * MIB + 2 * MIB
+        del model
+
+
+def test_smaller_units_are_gathered_into_room_for_larger_ones() -> None:
+    """16 MiB, then 32 of each, of which three have memory at one time: the first alone would have a segment in which no
+    other fits."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2048, 2048, bias=False), *(Wide() for _ in range(4)))
+    with flatfsdp.dry_run(8, accelerator=True):
+        model = flatfsdp.FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear, Wide})
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(16, 2048)).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        gathers = {block.stream for block in memory().cached() if block.size > 30 * MIB and block.stream.priority == -1}
+        assert sum(map(taken, gathers)) == 3 * 32 * MIB
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -9,7 +9,11 @@ first step asks in an order that no later one repeats. So
   used on others, in the order of computation;
 - before an optimizer's first step, which makes its states, and again before the forward after it, what is cached is
   given back to the device; then what a step needs in addition to what is held is taken as one segment, and freed. All
-  requests are cut from it from then on, and neighbors join again.
+  requests are cut from it from then on, and neighbors join again;
+- a request that finds no piece gets a segment larger than itself (10 MiB or more are rounded up to 2, less comes from
+  20), which serves later ones only if they are no larger. So the shards of all units that a wrapper's policy makes
+  share one; and those for unsharded parameters are taken for the sizes that were the most at one time in the first
+  step, the largest first.
 
 Twice in a training the host waits for the device, as it does for each segment that the first step takes; later steps
 take none. With `expandable_segments` the allocator keeps free memory together by itself; nothing of this is done.
@@ -146,6 +150,7 @@ class Compaction(Observer):
         self._model = weakref.ref(model)
         self._held: int | None = None  # bytes in use before the first forward that is measured
         self._most = 0  # in use since then
+        self._gathered: list[int] = []  # the sizes of unsharded parameters when these were the most
         self._stepped = False
         self._made_in_backward = False  # whether an optimizer has its states from a backward
 
@@ -162,6 +167,7 @@ class Compaction(Observer):
             tracker.apart = torch.Tensor.new_empty
             model.observers.remove(self)
             _compact(model, self._most - (self._held or 0))
+            _make_room_for_gathers(model, self._gathered)
         elif self._held is None:
             self._held = self._most = _in_use(model)
             looking.add(self)
@@ -183,6 +189,8 @@ class Compaction(Observer):
     def _sample(self, tensor: torch.Tensor) -> None:
         if (model := self._model()) is not None:
             self._most = max(self._most, _in_use(model))
+            if model.resources.tracker.live["unsharded"] > sum(self._gathered):
+                self._gathered = _gathered(model)
 
 
 def _has_gradients(model: Model) -> bool:
@@ -208,9 +216,43 @@ def _compact(model: Model, needed: int) -> None:
     if "max_split_size_mb" in _settings():  # nothing may be cut from a larger segment
         return
     lacking = needed - _free_in_large_pieces(device)
-    if LEAST < lacking <= module.mem_get_info(device.device)[0]:  # else tools that watch for lack of memory report it
+    if lacking > LEAST:
+        _take(device, lacking)
+
+
+def _take(device: Device, *sizes: int) -> None:
+    """Let the allocator have a segment of each of `sizes` on the current stream, if the device has the memory."""
+    module: Any = device.module
+    if sum(sizes) <= module.mem_get_info(device.device)[0]:  # else tools that watch for lack of memory report it
         with suppress(torch.OutOfMemoryError):
-            torch.empty(lacking, dtype=torch.uint8, device=device.device)
+            made = [torch.empty(0, dtype=torch.uint8, device=device.device) for _ in sizes]
+            for each, size in zip(made, sizes, strict=True):
+                each.untyped_storage().resize_(size)  # runs no kernel. [Note: kept streams]
+
+
+def _gathered(model: Model) -> list[int]:
+    """The sizes of unsharded parameters that have memory."""
+    buffers = (handle.buffer(handle.precision.compute) for unit in model.units for handle in unit.handles)
+    return [buffer.tensor.nbytes for buffer in buffers if buffer is not None and buffer.allocated]
+
+
+def _make_room_for_gathers(model: Model, sizes: list[int]) -> None:
+    """Let the allocator have what gathers need, of `sizes`, the largest first: smaller units that come first are then
+    cut from pieces in which larger ones have room, too."""
+    device, stream = model.resources.device, model.resources.streams.unshard
+    if not stream.is_callers and not _gathered(model):
+        with stream.running():
+            _take(device, *sorted(sizes, reverse=True))
+
+
+def make_room_for_shards(device: Device, count: int) -> None:
+    """Let the allocator have `count` bytes in one piece for the shards of the units that are made next: each one alone
+    would take more than it needs."""
+    module: Any = device.module
+    free = module.mem_get_info(device.device)[0] if _rearranges(device) else 0
+    if LEAST < count < free // 2 and not _is_capturing(device) and (stream := _kept_stream(device)) is not None:
+        with device.running_on(stream):
+            _take(device, count)
 
 
 def _is_private(segment: dict[str, Any]) -> bool:

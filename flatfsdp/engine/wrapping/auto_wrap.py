@@ -8,24 +8,30 @@ that fails halfway leaves the model unchanged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
 
-from ...api import DEFAULT_PREFETCH, Config, MixedPrecision
+from ...api import DEFAULT_PREFETCH, Config, MixedPrecision, ShardingStrategy
 from ...errors import AgreementError, ConfigValueError, UsageError, few, logger, warn
 from ...wrap import ModuleWrapPolicy, described
 from ..agreement.process_groups import resolve_groups
+from ..base._dtensor import local_bytes
 from ..config.arguments import as_fsdp1, check_argument_names, check_arguments, has_forward
+from ..device.streams import Device
+from ..features.compaction import make_room_for_shards
 from ..models.param_registry import disown
-from ..models.walks import ignored_of
+from ..models.walks import ignored_of, units_in
 from ..runtime.unit import Unit
 from ..state.full_params import unwrap
 from .init_sync import agree_to_undo, meeting_axes
+from .materialize import compute_device
 from .shared_storage import follow_ties
+
+PADDING = 1024  # bytes of a shard, at most, beside the parameters: to equal sizes on all ranks, and to whole blocks
 
 
 def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Module]) -> ExitStack:
@@ -51,6 +57,8 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
     made = _CreatedWrappers()
+    if plan and not config.cpu_offload.offload_params and not units_in(module):
+        _make_room(module, config, ignored_params, units=len(plan) + 1)
 
     def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
         changed = {name for name, value in overrides.items() if value is not kwargs.get(name)}
@@ -66,6 +74,14 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
         return made.add(make(child, own_config, island=id(child) in islands))
 
     return apply_plan(plan, wrap, unmake=made.undo)
+
+
+def _make_room(module: nn.Module, config: Config, ignored: Container[nn.Parameter], *, units: int) -> None:
+    """Let the allocator have the memory of all shards in one piece."""
+    group = config.process_group[0] if isinstance(config.process_group, tuple) else config.process_group
+    ranks = 1 if config.sharding_strategy is ShardingStrategy.NO_SHARD else group.size()
+    whole = sum(local_bytes(parameter) for parameter in module.parameters() if parameter not in ignored)
+    make_room_for_shards(Device(compute_device(module, config)), whole // ranks + units * PADDING)
 
 
 class _CreatedWrappers:
