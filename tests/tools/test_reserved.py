@@ -9,7 +9,7 @@ import pytest
 from flatfsdp.engine.inspection.allocator import MIB
 from tests.harness import fresh
 from tools.benchmark.models import GPT, Case, GPTBlock
-from tools.reserved.__main__ import BILLION
+from tools.reserved.models import CASES
 from tools.reserved.training import Figures, measure
 
 pytestmark = pytest.mark.process
@@ -34,7 +34,7 @@ def figures(case: Case, engine: str, steps: int = 3) -> Figures:
 @pytest.mark.parametrize("engine", ["flatfsdp", "flatfsdp-front"])
 def test_what_is_reserved_is_close_to_what_is_in_use(engine: str) -> None:
     """A GPT of 1B parameters, one rank of 8; FSDP2 reserves 4,236 MiB for it on a card."""
-    found = figures(BILLION, engine, steps=2)
+    found = figures(CASES["gpt"], engine, steps=2)
     assert found.reserved <= 1.05 * found.in_use
     assert found.reserved <= 0.85 * 4236 * MIB
     assert found.retries == 0
