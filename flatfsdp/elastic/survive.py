@@ -523,7 +523,9 @@ class Survival:
             )
             return dist.group.WORLD
 
-        with_time_limit(self._limit, make)
+        # By default it has the number of groups that this process has tried to make, which differs after a failure.
+        with _torch.name_of_group(f"epoch {self._job.epoch}"):
+            with_time_limit(self._limit, make)
         set_rank(dist.get_rank())
 
 
