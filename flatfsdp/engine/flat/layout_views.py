@@ -17,7 +17,7 @@ from ..comm.tensor_groups import TensorGroup
 from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole, Span
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
-_ALL = slice(None)
+Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and stride if it is not row-major
 
 
 def dense(leaf: torch.Tensor) -> torch.Tensor:
@@ -52,17 +52,17 @@ def spec_of(name: str, leaf: torch.Tensor, part: PartOfWhole | None = None) -> P
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)
 
 
-def full_views(flat: torch.Tensor, layout: FlatLayout, among: slice = _ALL) -> list[torch.Tensor]:
-    """The parameters of `layout`, or those `among` them, as N-D views of `flat` (1-D, padded or not; also one number
-    that is expanded)."""
-    views = []
-    for spec, span in zip(layout.params[among], layout.spans[among], strict=True):
-        found = flat.narrow(0, span.start, span.numel)
-        if not flat.stride(0):  # the strides of a dense parameter would leave its memory
-            views.append(found.view(spec.shape))
-            continue
-        views.append(found.view(spec.shape) if spec.stride is None else found.as_strided(spec.shape, spec.stride))
-    return views
+def full_views(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """The parameters of `layout` as N-D views of `flat` (1-D, padded or not; also one number that is expanded)."""
+    members = zip(layout.params, layout.spans, strict=True)
+    return [_formed(flat.narrow(0, span.start, span.numel), (spec.shape, spec.stride)) for spec, span in members]
+
+
+def _formed(elements: torch.Tensor, form: Form | None) -> torch.Tensor:
+    """`elements`, 1-D, in this form; themselves if it is None."""
+    shape, stride = form or (elements.shape, None)
+    # The strides of a dense parameter would leave the memory of a number that is expanded.
+    return elements.as_strided(shape, stride) if stride and elements.stride(0) else elements.view(shape)
 
 
 def segments_of(flat: torch.Tensor, layout: FlatLayout) -> TensorGroup:
@@ -97,7 +97,8 @@ class ShardViews:
     """Views of one shard for its leaves, and the division of tensors that are laid out like it.
 
     Attributes:
-        views: for each leaf its view of the shard: 1-D pieces, maybe empty (N-D on an axis of one rank).
+        views: for each leaf its view of the shard: a 1-D piece, maybe empty. One that is not to be cut has its own
+            shape on the rank that has it, and no rows elsewhere.
         shown: the parameters that show the shard at rest, each with its view; none, or one for each.
         pieces: the shard's piece of each segment. [Note: pieces]
         empty: a tensor without elements, in the compute dtype, on the compute device.
@@ -108,10 +109,12 @@ class ShardViews:
         self, shown: Sequence[nn.Parameter], layout: FlatLayout, rank: int, shard: torch.Tensor, empty: torch.Tensor
     ) -> None:
         self._layout = layout
-        self._is_whole = layout.world == 1
         spans = [layout.span_in_shard(i, rank) for i in range(len(layout.params))]
         self._pieces = [(span.start, span.numel) for span in spans]
         self._owned = [layout.span_in_param(i, rank) for i in range(len(layout.params))]
+        forms = map(_form_of, layout.params, spans)
+        self._forms = [form if layout.is_uncut(i) else None for i, form in enumerate(forms)]
+        self._all_flat = not any(self._forms)
         self.present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
         # The cuts divide a shard into them, in one call.
         self._cuts, self._kept = _cuts([spans[i] for i in self.present], layout.shard_numel)
@@ -126,15 +129,12 @@ class ShardViews:
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views for the leaves of `flat`, which is laid out like the shard."""
-        if self._is_whole:
-            return full_views(flat, self._layout)
-        return [flat.narrow(0, start, numel) for start, numel in self._pieces]
+        found = [flat.narrow(0, start, numel) for start, numel in self._pieces]
+        return found if self._all_flat else [*map(_formed, found, self._forms)]
 
     def view_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One of `views_of(flat)`."""
-        if self._is_whole:
-            return full_views(flat, self._layout, slice(index, index + 1))[0]
-        return flat.narrow(0, *self._pieces[index])
+        return _formed(flat.narrow(0, *self._pieces[index]), self._forms[index])
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros that is laid out like the shard, on its device."""
@@ -142,22 +142,19 @@ class ShardViews:
 
     def views_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views for the leaves of this rank's part of `flat`, unsharded, 1-D and padded."""
-        if self._is_whole:
-            return full_views(flat, self._layout)
-        starts = [span.start for span in self._layout.spans]
-        return [
-            flat.narrow(0, start + piece.start, piece.numel) for start, piece in zip(starts, self._owned, strict=True)
-        ]
+        places = zip(self._layout.spans, self._owned, strict=True)
+        found = [flat.narrow(0, span.start + piece.start, piece.numel) for span, piece in places]
+        return [*map(_formed, found, self._forms)]
 
     def present_in(self, flat: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
         """The non-empty ones of `views_of(flat)`, and those of parameters without elements, after their indices.
 
         For autograd they are not views, and they share no version counter.
         """
-        if self._is_whole:
-            return [*range(len(self.views))], full_views(flat, self._layout)
         pieces = flat.unsafe_split_with_sizes(self._cuts)
-        return [*self.present], [pieces[k] for k in self._kept]
+        found = [pieces[k] for k in self._kept]
+        forms = (self._forms[i] for i in self.present)
+        return [*self.present], found if self._all_flat else [*map(_formed, found, forms)]
 
     def replaced(self) -> list[int]:
         """The leaves whose parameters do not show the shard although they should: users replaced their
@@ -168,9 +165,14 @@ class ShardViews:
 
     def _facts(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         # Facts that change when a tensor's memory is replaced; lists, since whole lists are compared at every forward.
-        extent = _SHAPE if self._is_whole else torch.Tensor.numel  # pieces of a shard are 1-D
+        extent = torch.Tensor.numel if self._all_flat else _SHAPE
         found = list(map(torch.Tensor.data_ptr, tensors)), list(map(extent, tensors)), list(map(_DTYPE, tensors))
-        return (*found, list(map(torch.Tensor.stride, tensors))) if self._is_whole else found
+        return found if self._all_flat else (*found, list(map(torch.Tensor.stride, tensors)))
+
+
+def _form_of(spec: ParamSpec, own: Span) -> Form:
+    """The form in which a rank shows an uncut parameter; a matrix without rows remains one to optimizers of them."""
+    return ((0, *spec.shape[1:]), None) if own.is_empty and spec.numel else (spec.shape, spec.stride)
 
 
 def _cuts(spans: Sequence[Span], numel: int) -> tuple[list[int], list[int]]:

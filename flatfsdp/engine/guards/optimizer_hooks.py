@@ -334,11 +334,13 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
             holder = handle.face.holder_of(index)
             if id(holder) not in held or _dtensor.is_dtensor(holder):
                 continue
-            if isinstance(holder, FlatParameter) or len(parts_of(layout, index, Span(0, spec.numel))) > 1:
+            is_cut = isinstance(holder, FlatParameter) or len(parts_of(layout, index, Span(0, spec.numel))) > 1
+            is_flattened = seen == _MATRICES[0] and len(spec.shape) > 1 and not layout.is_uncut(index)
+            if is_cut or is_flattened:
+                found = "ranks have parts of" if is_cut else "one rank has a 1-D tensor of all elements of"
                 raise UsageError(
-                    f"{cls.__name__} looks at {seen}, but ranks have parts of parameter {spec.name!r}: steps on these "
-                    f"would compute something else. {remedy}, for copies of an optimizer again"
-                    f"{handle.face.words.or_remedy}"
+                    f"{cls.__name__} looks at {seen}, but {found} parameter {spec.name!r}: steps on these would "
+                    f"compute something else. {remedy}, for copies of an optimizer again{handle.face.words.or_remedy}"
                 )
 
 
@@ -399,7 +401,8 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             where = f"parameter {spec.name!r} of unit {unit.label} (param group {number})"
             if handle.face.holder_of(index) is not parameter:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
-            if optimizer not in steps_on_wholes:  # they check their states themselves, some on all ranks together
+            # Others check their states themselves, some on all ranks together; those of whole tensors have any shape.
+            if optimizer not in steps_on_wholes and not handle.layout.is_uncut(index):
                 check_shapes(optimizer, parameter, where)
     for model in registry.models if strangers else ():
         for module in model.outermost.entries if model.setup.placed else ():  # modules may be deleted before the model

@@ -330,6 +330,10 @@ class FlatLayout:
         shared = self.spans[index].intersect(self.pieces(rank)[self._segment_of[index]])
         return Span(0, 0) if shared.is_empty else shared.shift(-self.spans[index].start)
 
+    def is_uncut(self, index: int) -> bool:
+        """Whether one rank has all of parameter ``index``, however many ranks there are, or there is one rank."""
+        return self.world == 1
+
     def digest(self) -> str:
         """SHA-256 in hex over the complete layout: equal on two ranks exactly if their layouts are equal."""
         return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()

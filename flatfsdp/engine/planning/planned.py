@@ -84,6 +84,10 @@ class PlannedLayout(FlatLayout):
         """The elements of all shards that are in no parameter."""
         return self.shard_numel * self.world - sum(span.numel for span in self.spans)
 
+    def is_uncut(self, index: int) -> bool:
+        """Whether one rank has all of parameter ``index``, since its grain is all of it, or there is one rank."""
+        return self.world == 1 or self.grains[index] >= self.params[index].numel > 0
+
     def _facts(self) -> Iterator[str]:
         yield from super()._facts()
         yield f"grains {self.grains}"
