@@ -320,6 +320,13 @@ def refused(rank: int, world: int, kind: str) -> None:
         optimizer = flatfsdp.block_states(make(kind, wrapped("wrapper", kind, Net()).parameters()))
         with pytest.raises(UsageError, match=f"it was called for this {kind} before"):
             flatfsdp.block_states(optimizer)
+        replicas = FullyShardedDataParallel(Net().bfloat16(), use_orig_params=True, sharding_strategy="NO_SHARD")
+        rounding: Any = make(kind, replicas.parameters())
+        rounding.bf16_stochastic_round = True
+        with pytest.raises(
+            UsageError, match=r"each rank rounds .* but 3 ranks have the same elements of it, and would"
+        ):
+            flatfsdp.block_states(rounding)
         with pytest.raises(UsageError, match="holds a flat parameter"):
             flatfsdp.block_states(make(kind, FullyShardedDataParallel(Net()).parameters()))
 

@@ -9,8 +9,10 @@ import re
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -193,6 +195,47 @@ def test_values_that_a_step_changes_in_place_are_refused(cls: Any, what: str, po
         assert re.search(f"a step of this {cls.__name__} changes {what} in place, which all parameters share", text)
 
 
+class Estimating(Plain):
+    """A value that follows from all parameters, as Prodigy's estimate of the learning rate."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["d"] = sum(float(each.grad.abs().sum()) for each in group["params"])
+
+
+class OnOneRank(Plain):
+    """A value that only one rank computes otherwise."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["d"] = torch.tensor(float(dist.get_rank() == 1))
+
+
+class Drawing(Plain):
+    def before(self) -> None:
+        torch.rand(1)
+
+
+class DrawingOfPython(Plain):
+    def before(self) -> None:
+        random.random()
+
+
+class DrawingOfNumpy(Plain):
+    def before(self) -> None:
+        numpy.random.rand(1)
+
+
+def test_values_of_all_parameters_and_global_random_numbers_are_refused(pool2: Run) -> None:
+    for text in pool2(sharing, Estimating):
+        assert re.search(r"'d' is \d.* after some matrices, and \d.* after others. A value that an opt", text)
+    for text in pool2(sharing, OnOneRank):
+        assert re.search(r"after this rank's matrices 'd' = [01].0; others differ. A value that an opt", text)
+    for cls in (Drawing, DrawingOfPython, DrawingOfNumpy):
+        for text in pool2(sharing, cls):
+            assert f"a step of this {cls.__name__} draws random numbers of torch, Python or numpy" in text
+
+
 class Around(torch.optim.Optimizer):
     """A wrapper that shares groups and hooks with the optimizer inside, as Lookahead does."""
 
@@ -237,7 +280,7 @@ def refused(rank: int, world: int) -> list[str]:
 def test_what_would_step_on_parts_is_refused_in_words(pool2: Run) -> None:
     expected = [
         "this Around holds another optimizer, 'optimizer', which would step on this rank's parts. Pass that one",
-        r"Adafactor looks at whole tensors.*ranks have parts of parameter .*flatfsdp.matrix_steps\(\)",
+        r"Adafactor looks at whole tensors.*(ranks have parts|1-D tensor of all elements) of parameter .*matrix_steps",
         r"a step made parameter .* a tensor of shape \(\d+,\)",
         r"Adafactor looks at whole tensors.*or wrap with use_orig_params=True",
     ]
@@ -401,6 +444,21 @@ def without_a_gradient_of_its_own(rank: int, world: int) -> list[str]:
 
 def test_an_owner_without_elements_of_a_matrix_steps_on_it(pool3: Run) -> None:
     assert pool3(without_a_gradient_of_its_own) == [[]] * 3
+
+
+def with_other_owners(rank: int, world: int) -> str:
+    model = wrapped("wrapper")
+    params, _ = matrices_and_others(model, tensors=False)
+    steps = flatfsdp.matrix_steps(muon, params, owners={params[0]: rank})
+    model(batch(rank, 0)).backward()
+    with pytest.raises(AgreementError) as caught:
+        steps.optimizer.step()
+    return str(caught.value)
+
+
+def test_other_owners_on_another_rank_are_refused(pool2: Run) -> None:
+    for text in pool2(with_other_owners):
+        assert len({*re.findall(r"step\(\) of Muon on \d+ whole matrices \(plan (\w+)\)", text)}) == 2, text
 
 
 class Routed(nn.Module):

@@ -89,6 +89,14 @@ class BlockStates(OfOptimizer):
 
     def _check(self, slot: Slot) -> None:
         spec, block = slot.spec, int(self.optimizer.block_size)
+        replicas = slot.unit.axes.own.replicate
+        is_rounded = getattr(self.optimizer, "bf16_stochastic_round", False) and slot.parameter.dtype == torch.bfloat16
+        if is_rounded and replicas is not None and replicas.size > 1:
+            raise UsageError(
+                f"block_states: each rank rounds {slot.name} by random numbers (bf16_stochastic_round=True), but "
+                f"{replicas.size} ranks have the same elements of it, and would part. Use FULL_SHARD, or float32 "
+                "parameters"
+            )
         if not self.is_quantized(slot):
             return
         if spec.part is not None or spec.stride is not None:

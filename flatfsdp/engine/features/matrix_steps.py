@@ -43,7 +43,7 @@ from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, each_piece
 from .matrix_states import form_of, to_owners, to_shards, whole_state
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
-from .own_steps import OwnSteps, changed
+from .own_steps import OwnSteps, add_changes, changed
 
 State = dict[str, Any]
 MEBIBYTE = 2**20
@@ -250,7 +250,7 @@ class _Stepper(OfOptimizer):
                 failed += exchange.step(present, work)
                 written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
                 torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
-            raise_failures(steps.exchanges, failed)
+            raise_failures(steps.exchanges, failed, work.settings)
             if not optimizer.state and steps.entries:
                 # Without any state, torch's functions for state dicts take a step, which is collective, on this rank.
                 optimizer.state[steps.exchanges[0].entries[0].slot.parameter] = {}
@@ -267,7 +267,8 @@ class _Stepper(OfOptimizer):
         optimizer.__dict__.update(self.work.changes | changed(vars(made), attributes))
         of_groups = zip(optimizer.param_groups, made.param_groups, settings, self.work.of_groups, strict=True)
         for group, used, given, new in of_groups:
-            group.update(new | changed(used, given))
+            add_changes(new, changed(used, given))
+            group.update(new)
 
     # -- what is stepped on --------------------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class _Stepper(OfOptimizer):
             entries = by_axis.setdefault(key, (parts, copies, []))[2]
             entries += entries_of(slot, self._adapter, self.optimizer.param_groups[slot.group])
         exchanges = tuple(self._exchange(*each) for each in by_axis.values() if each[2])
-        words = "\n".join(line for exchange in exchanges for line in exchange.plan.facts())
+        words = "\n".join((str(len(rest)), *(line for exchange in exchanges for line in exchange.plan.facts())))
         count = sum(len(exchange.entries) for exchange in exchanges)
         call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
         rest = [[each for each in params if id(each) not in taken] for params in rest]

@@ -33,6 +33,7 @@ class MuonSteps(OfOptimizer):
 
     sent = 1
     in_parts = True
+    settings = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)

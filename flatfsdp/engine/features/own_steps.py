@@ -10,6 +10,7 @@ an owner with an old copy would silently undo it.
 from __future__ import annotations
 
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole
 from ..state.optim.optimizer_clone import clone_over, unhooked_step
 from ..state.optim.trial import trial_step
-from .matrix_exchange import Entry, Slot, Whole
+from .matrix_exchange import OF_ALL, Entry, Slot, Whole
 from .matrix_states import form_of, keep_whole, whole_state
 
 State = dict[str, Any]
@@ -34,7 +35,8 @@ class OwnSteps(OfOptimizer):
 
     Attributes:
         changes, of_groups: what steps on matrices have changed of the optimizer, and of each param group. Each bucket
-            begins with the settings from before the step.
+            begins with the settings from before the step, and sets the same numbers in a group: one that follows from
+            all parameters would be another one for each bucket and rank.
     """
 
     sent = 2
@@ -44,6 +46,16 @@ class OwnSteps(OfOptimizer):
         super().__init__(optimizer)
         self.changes: State = {}
         self.of_groups: list[State] = []
+        self._has_stepped = False
+
+    @property
+    def settings(self) -> list[str]:
+        """The numbers that steps have set in each param group, the same on all ranks that have matrices of it."""
+        numbers = [{name: _number_in(value) for name, value in each.items()} for each in self.of_groups]
+        return [
+            ", ".join(f"{name!r} = {number}" for name, number in sorted(each.items()) if number is not None)
+            for each in numbers
+        ]
 
     def dtype_of(self, slot: Slot) -> torch.dtype:
         """That of the parameter."""
@@ -79,7 +91,15 @@ class OwnSteps(OfOptimizer):
         attributes, settings = dict(vars(stepping)), [dict(group) for group in stepping.param_groups]
         shared = _shared(stepping)
         before = {name: _fact(value) for name, value in shared.items()}
+        device = wholes[0].numbers[0].device
+        drawn = None if self._has_stepped else _global_generators(device)  # once: other threads may draw, too
         unhooked_step(stepping)
+        self._has_stepped = True
+        if drawn is not None and drawn != _global_generators(device):
+            raise UsageError(
+                f"matrix_steps: a step of this {type(stepping).__name__} draws random numbers of torch, Python or "
+                "numpy, which differ between ranks and between replicas. Use settings of it without random numbers"
+            )
         if written := [name for name, value in shared.items() if _differs(before[name], _fact(value))]:
             raise UsageError(
                 f"matrix_steps: a step of this {type(stepping).__name__} changes {written[0]} in place, which all "
@@ -87,7 +107,7 @@ class OwnSteps(OfOptimizer):
                 "Use settings of the optimizer without it, or an optimizer that keeps it for each parameter"
             )
         for number, used, given in zip(numbers, stepping.param_groups, settings, strict=True):
-            self.of_groups[number].update(changed(used, given))
+            add_changes(self.of_groups[number], changed(used, given))
         self.changes.update(changed(vars(stepping), attributes))
         for entry, made in stand_ins:
             keep_whole(optimizer.state, entry, stepping.state.pop(made, {}))
@@ -140,6 +160,26 @@ def changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> State:
     return {name: value for name, value in found.items() if name not in given or value is not given[name]}
 
 
+def add_changes(found: State, new: State) -> None:
+    """Add the values that a step on some parameters of a group has set in it to those `found` of a step on others.
+
+    Raises:
+        UsageError: their numbers differ.
+    """
+    for name, value in new.items():
+        if name in found and _number_in(found[name]) != _number_in(value):
+            one, other = _number_in(found[name]), _number_in(value)
+            raise UsageError(f"matrix_steps: {name!r} is {one} after some matrices, and {other} after others. {OF_ALL}")
+    found.update(new)
+
+
+def _number_in(value: Any) -> str | None:
+    """A number for comparison; None if it is none."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else None
+    return repr(value) if isinstance(value, (bool, int, float, complex)) else None
+
+
 def _result(whole: Whole, made: nn.Parameter) -> torch.Tensor:
     """The elements of a matrix after a step on `made`: in the memory that it was given, unless the optimizer has
     assigned other memory to it."""
@@ -158,6 +198,17 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for group in optimizer.param_groups:
         own |= {f"{name!r} of a param group": value for name, value in group.items() if name != "params"}
     return own | {f"its state {key!r}": each for key, each in optimizer.state.items() if isinstance(key, str)}
+
+
+def _global_generators(device: torch.device) -> list[Any]:
+    """The states of the generators of random numbers that everything in the process shares, also that of `device`."""
+    found: list[Any] = [_fact(torch.default_generator)]
+    if device.type != "cpu":
+        found.append(torch.get_device_module(device).get_rng_state(device).tolist())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, key, *rest = numpy.random.get_state()
+        found += [key.tobytes(), rest]
+    return [*found, random.getstate()]
 
 
 _OF_PARAMETERS = frozenset({"state", "param_groups", "defaults"})
