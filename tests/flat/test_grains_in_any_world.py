@@ -207,6 +207,27 @@ def test_ranks_hold_parameters_between_their_grains(world: int, mixed: Any) -> N
         assert all(size % EXPECTED.get(name, 1) == 0 for size in sizes[:-1]), name
 
 
+def test_whole_parameters_keep_their_shapes_and_have_no_rows_elsewhere() -> None:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for rank in range(3):
+        with fake_world(3, rank):
+            for name, parameter in wrapped().named_parameters():
+                found.setdefault(name, []).append(tuple(parameter.shape))
+    assert sorted(found["blocks.0.0.weight"]) == [(0, 6), (0, 6), (10, 6)]
+    assert sorted(found["blocks.0.2.bias"]) == [(0,), (0,), (6,)]
+    assert all(len(shape) == 1 for shape in found["embedding.weight"] + found["blocks.1.2.weight"])
+
+
+def test_a_matrix_that_only_happens_to_be_on_one_rank_is_no_whole_one_to_an_optimizer() -> None:
+    with fake_world(2):
+        model = FSDP(matrices((16, 16), (16, 16)), use_orig_params=True)
+        assert [tuple(each.shape) for each in model.parameters()] == [(256,), (0,)]
+        with pytest.raises(
+            UsageError, match=r"Adafactor looks at.*one rank has a 1-D tensor of .* '0.weight'.*matrix_"
+        ):
+            torch.optim.Adafactor(model.parameters()).step()
+
+
 def test_the_summary_reports_grains_and_segments() -> None:
     with fake_world(4):
         layout = {"0.weight": Rows(4)}
@@ -326,6 +347,27 @@ def test_classes_without_grains_are_refused_in_words(layout: Any, error: type[Ex
         for_optimizer(nn.Linear)
     with pytest.raises(ConfigValueError, match="for_optimizer: sees: got 'rows'"):
         for_optimizer(torch.optim.SGD, sees="rows")
+
+
+@pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("original", [True, False])
+def test_a_grain_that_is_declared_after_wrapping_is_refused(front: str, original: bool) -> None:
+    with fake_world(1):
+        net = matrices((16, 16), (16, 16))
+        net[0].weight.fsdp_grain = Rows(4)
+        weight = net[1].weight
+        if front == "wrapper":
+            model: Any = FSDP(net, layout=declared, use_orig_params=original)
+        else:
+            model = flatfsdp.fully_shard(net, layout=declared)
+            weight = net[1].weight
+        weight.fsdp_grain = Rows(2)
+        with pytest.raises(
+            UsageError, match=r"'1.weight' of unit .* fsdp_grain was None when .* is Rows\(count=2\) now"
+        ):
+            model(torch.ones(2, 16))
+        del weight.fsdp_grain
+        model(torch.ones(2, 16))
 
 
 def test_parameters_declare_grains_of_their_own() -> None:

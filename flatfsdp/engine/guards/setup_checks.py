@@ -3,7 +3,9 @@ tensors are on the device where it computes, and that units fit together."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from ...errors import UsageError
 from ..agreement.once_per_job import warn_once_per_job
 from ..base.events import Observer
+from ..flat.flat_param import FlatParamHandle
 from ..models.walks import unmanaged_parameters
 from ..runtime.unit import Unit
 from .assignments import without_values
@@ -20,7 +23,16 @@ from .late_ties import follow_ties
 
 
 class SetupChecks(Observer):
-    """The checks of one model."""
+    """The checks of one model.
+
+    Args:
+        units: its units, which were just laid out.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._declared: weakref.WeakKeyDictionary[FlatParamHandle, list[Any]] = weakref.WeakKeyDictionary()
+        for handle in (handle for unit in units for handle in unit.handles):
+            self._declared[handle] = _declared_in(handle)
 
     def setup_begins(self, units: Sequence[Unit]) -> None:
         """Refuse `units` that do not fit together, and follow what was done to the model after they were built."""
@@ -28,6 +40,8 @@ class SetupChecks(Observer):
         check_hooked(units)
         check_targets(units)
         check_enclosing(units)
+        for unit in units:
+            self._check_declared(unit)
         follow_ties([unit for unit in units if unit.entries.in_place])
         if not any(unit.handles for unit in units):
             warn_once_per_job(
@@ -35,11 +49,27 @@ class SetupChecks(Observer):
                 "ignored, or there are none. Nothing is sharded, and no gradient is averaged"
             )
 
+    def _check_declared(self, unit: Unit) -> None:
+        """Refuse grains that parameters have declared too late."""
+        for handle in unit.handles:
+            found = _declared_in(handle)
+            for spec, before, now in zip(handle.layout.params, self._declared.get(handle, found), found, strict=True):
+                if before != now:
+                    raise UsageError(
+                        f"parameter {spec.name!r} of unit {unit.label}: fsdp_grain was {before} when it was wrapped, "
+                        f"and is {now} now. Its shards lie as they are: set it before wrapping, with "
+                        "layout=flatfsdp.layout.declared"
+                    )
+
     def placed(self, units: Sequence[Unit], device: torch.device) -> None:
         """Refuse tensors in no unit, or elsewhere than on `device`."""
         module = units[-1].entries.first
         check_registered(module, units)
         check_placed(module, units, device)
+
+
+def _declared_in(handle: FlatParamHandle) -> list[Any]:
+    return [vars(leaf).get("fsdp_grain") for leaf in handle.leaves]
 
 
 def check_registered(module: nn.Module, units: Sequence[Unit], among: Collection[int] | None = None) -> None:

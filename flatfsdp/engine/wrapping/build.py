@@ -42,6 +42,7 @@ from ..features.compaction import attach_compaction, keep_apart
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
 from ..features.deterministic_sums import attach_deterministic_sums
+from ..features.element_trials import TRIALS
 from ..features.error_feedback import attach_residuals
 from ..features.gradient_hooks import attach_gradient_hooks
 from ..features.halfway import attach_halfway
@@ -58,7 +59,7 @@ from ..flat.param_refs import ParamRef
 from ..flat.piece_face import PieceFaces
 from ..guards.assignments import AssignedTensors
 from ..guards.fast_paths import keep_out
-from ..guards.optimizer_hooks import guard_optimizers
+from ..guards.optimizer_hooks import guard_optimizers, looking
 from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
@@ -417,7 +418,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     model.setup.introduce = introduce
     model.forwards.given = SharedGiven
     wait_for_gradients(nested)
-    model.observers.set(SetupChecks(), AssignedTensors(), ProfilerRanges(model), UnsteppedCheck(model))
+    model.observers.set(SetupChecks([unit, *nested]), AssignedTensors(), ProfilerRanges(model), UnsteppedCheck(model))
     attach_gradient_hooks(model, nested)
     check_values_of(model, nested)
     defer_as(model, nested)
@@ -429,6 +430,7 @@ def new_model(unit: Unit, settings: ModelSettings, tracker: MemoryTracker, neste
     own(unit)
     models[model] = None
     guard_optimizers()
+    looking.add(TRIALS)
     refuse_reparametrizations()
     attach_post_forward_shards(model)
     attach_persistent_params(model)

@@ -1,0 +1,138 @@
+"""Optimizers that are not known are tried before they step on parts of parameters; those that look at more than single
+elements are refused in words."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp
+from flatfsdp import FullyShardedDataParallel
+from flatfsdp.errors import FlatFSDPWarning, UsageError
+from flatfsdp.layout import Whole
+from tests.harness.fake import fake_world
+
+pytestmark = pytest.mark.single_process
+
+
+class Momentum(torch.optim.Optimizer):
+    """Element-wise, of a class that is not torch's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                self.update(p, momentum, group["lr"])
+
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.addcdiv_(by, by.abs().sqrt() + 1e-8, value=-lr)
+
+
+class Trusting(Momentum):
+    """LAMB's ratio of norms."""
+
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by * (p.norm() / by.norm().clamp(min=1e-8)), alpha=lr)
+
+
+class OfRows(Momentum):
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by / by.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8), alpha=lr)
+
+
+class Centering(Momentum):
+    """Only for matrices, as Ranger."""
+
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by - by.mean(1, keepdim=True) if by.dim() > 1 else by, alpha=lr)
+
+
+class InGroups(Momentum):
+    """One of its groups is not element-wise."""
+
+    def __init__(self, params: Any) -> None:
+        first, *others = params
+        super().__init__([{"params": [first], "norms": False}, {"params": others, "norms": True}])
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.update = Trusting.update.__get__(self) if group["norms"] else Momentum.update.__get__(self)  # type: ignore[method-assign]
+            super().step()
+
+
+class Closing(Momentum):
+    def step(self, closure: Any = None) -> None:
+        closure()
+        super().step()
+
+
+NORMS = [Trusting, OfRows, Centering, InGroups]
+
+
+def wrapped(world: int, cls: Any, **options: Any) -> Any:
+    """An optimizer of a new model of two matrices, with gradients of zeros."""
+    net = nn.Sequential(nn.Linear(16, 15), nn.Linear(15, 16))
+    model = FullyShardedDataParallel(net, **({"use_orig_params": True} | options))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return cls(model.parameters())
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_what_is_not_element_wise_is_refused_on_parts(cls: Any) -> None:
+    with fake_world(2):
+        with pytest.raises(UsageError, match=rf"{cls.__name__} is not element-wise: in a trial .*matrix_steps\(opt"):
+            wrapped(2, cls).step()
+        if cls is not InGroups:  # which needs several parameters
+            with pytest.raises(UsageError, match="is not element-wise"):
+                wrapped(2, cls, use_orig_params=False).step()
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_it_may_step_on_whole_parameters(cls: Any) -> None:
+    with fake_world(1):
+        wrapped(1, cls).step()
+    with fake_world(2):
+        wrapped(2, cls, layout=lambda name, parameter: Whole(padding=inf)).step()
+        wrapped(2, cls, sharding_strategy="NO_SHARD").step()
+        vouched = wrapped(2, cls)
+        flatfsdp.fuse_optimizer_steps(vouched, elementwise=True)
+        vouched.step()
+
+
+def test_an_element_wise_one_steps_as_if_there_was_no_trial() -> None:
+    with fake_world(2), warnings.catch_warnings():
+        warnings.simplefilter("error", FlatFSDPWarning)
+        torch.manual_seed(0)
+        random.seed(0)
+        for options in ({}, {"use_orig_params": False}, {"layout": "rows"}):
+            optimizer = wrapped(2, Momentum, **options)
+            before = torch.get_rng_state(), random.getstate()
+            optimizer.step()
+            optimizer.step()
+            assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+            assert optimizer.count == 2
+            held = [each for each in optimizer.param_groups[0]["params"] if each.grad is not None]
+            assert set(optimizer.state) == {*held}
+            assert all(optimizer.state[each]["momentum"].shape == each.shape for each in held)
+
+
+def test_one_that_cannot_be_tried_is_named() -> None:
+    with fake_world(2):
+        optimizer = wrapped(2, Closing)
+        with pytest.warns(
+            FlatFSDPWarning, match="not known whether Closing is element-wise, because a copy of it does"
+        ):
+            optimizer.step(lambda: None)
