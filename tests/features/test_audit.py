@@ -152,14 +152,16 @@ class Training:
         return ""
 
 
-def flipped_in_microbatches(rank: int, world: int, wrap: Any, accumulates: bool, flips: int) -> list[str]:
+def flipped_in_microbatches(
+    rank: int, world: int, wrap: Any, accumulates: bool, flips: int, is_whole: bool = False
+) -> list[str]:
     """Flip bits in an audited microbatch of a random rank. Returned: what was missed."""
     training = Training(rank, world, wrap, world, in_turns, accumulates, 1)
     draw, missed = random.Random(f"{world} {accumulates}"), []
     training.step()
     for _ in range(flips):
         layer, culprit = draw.choice([*UNIT_OF]), draw.randrange(world)
-        of_gradient = world == 1 or draw.random() < 0.5  # one rank computes with the shard itself
+        of_gradient = world == 1 or is_whole or draw.random() < 0.5  # else ranks compute with the shard itself
         fault = Fault(layer, of_gradient, draw.random(), draw.randrange(8))
         if rank == culprit:
             _next.append(fault)
@@ -175,11 +177,11 @@ def flipped_in_microbatches(rank: int, world: int, wrap: Any, accumulates: bool,
 
 
 @pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
-@pytest.mark.parametrize("name", [name for name in WRAPS if name != "NO_SHARD"])
+@pytest.mark.parametrize("name", WRAPS)
 def test_flipped_in_microbatches(run: Run, name: str, accumulates: bool) -> None:
     flips = 200 if is_thorough() else 6
     for world in (1, 2, 3):
-        for missed in run(world, flipped_in_microbatches, WRAPS[name], accumulates, flips):
+        for missed in run(world, flipped_in_microbatches, WRAPS[name], accumulates, flips, name == "NO_SHARD"):
             assert not missed
 
 

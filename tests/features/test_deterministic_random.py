@@ -1,39 +1,23 @@
-"""Random programs with `deterministic_sums=True`, divided over ranks at random, have the parameters of one rank."""
+"""Random programs with `deterministic_sums=True`, divided over ranks at random, have the parameters and
+optimizer states of one rank."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel
 from tests.conftest import Run
-from tests.features.test_deterministic_sums import BF16, WRAPS, Net, batch, clip, unsynchronized
+from tests.features.test_deterministic_sums import BF16, WRAPS, Net, batch, clip, contents, unsynchronized
 from tests.harness.thorough import seeds
 
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
 Found = list[dict[str, str]]
-
-
-def parameters(model: Any) -> dict[str, str]:
-    """A hash of each whole parameter, by name. Collective."""
-    values: dict[str, Tensor]
-    values = model.state_dict() if isinstance(model, FullyShardedDataParallel) else dict(model.named_parameters())
-    found = {}
-    for name, value in values.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        content = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        found[name] = hashlib.sha256(content).hexdigest()
-    return {name: each for name, each in found.items() if not name.startswith("tied.")}
 
 
 def play(rank: int, world: int, seed: int) -> Found:
@@ -73,7 +57,7 @@ def play(rank: int, world: int, seed: int) -> Found:
                 clip(model, most)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(parameters(model))
+            found.append(contents(model, optimizer))
         return found
     finally:
         if messages:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -22,6 +24,7 @@ import flatfsdp
 import flatfsdp.checkpoint
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from flatfsdp.engine.features import tiled_norms
+from flatfsdp.layout import Grain, Preferred, Rows
 from tests.conftest import Run
 from tests.harness.meshes import named_mesh, shared_mesh
 from tests.harness.thorough import is_thorough
@@ -109,24 +112,36 @@ def clip(model: Any, most: float, *, torchs: bool = False) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def digest(model: Any, optimizer: torch.optim.Optimizer) -> str:
-    """A hash of all parameters and of all optimizer states, in whole."""
+def contents(model: Any, *optimizers: torch.optim.Optimizer) -> dict[str, str]:
+    """A hash of each parameter and of each state of optimizers, in whole, by name. Collective."""
     found: dict[str, Any] = {}
     if isinstance(model, FullyShardedDataParallel):
         found |= model.state_dict()
-        states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-        found |= {f"{name}.{key}": value for name, each in states.items() for key, value in each.items()}
+        for optimizer in optimizers:
+            states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+            found |= {f"{name}.{key}": value for name, each in states.items() for key, value in each.items()}
     else:
         for name, parameter in model.named_parameters():
             found[name] = parameter
-            found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    made = hashlib.sha256()
+            for optimizer in optimizers:
+                found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    hashes = {}
     for name, value in sorted(found.items()):
         if name.startswith("tied."):
             continue  # another name of one that is there
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        made.update(name.encode() + whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
+        content = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
+
+
+def digest(model: Any, *optimizers: torch.optim.Optimizer) -> str:
+    """A hash of all `contents`."""
+    return hashlib.sha256(str(contents(model, *optimizers)).encode()).hexdigest()
+
+
+def by_rows(name: str, parameter: Tensor) -> Grain:
+    return Preferred(Rows(2))
 
 
 def train(
@@ -178,6 +193,8 @@ WRAPS = {
     "large units": partial(wrapped, join_units_below=0),
     "one unit": partial(wrapped, auto_wrap_policy=None),
     "prefetch": partial(wrapped, forward_prefetch=True, backward_prefetch=None, join_units_below=0),
+    "grains": partial(wrapped, layout=by_rows),
+    "whole matrices": partial(wrapped, layout=torch.optim.Muon),
     "offloaded": partial(wrapped, cpu_offload=CPUOffload(offload_params=True)),
     "fully_shard": sharded,
 }
@@ -316,7 +333,7 @@ def by_muon(rank: int, world: int, owners: Owners, accumulates: bool) -> str:
         for each in (muon.optimizer, optimizer):
             each.step()
             each.zero_grad()
-    return digest(model, optimizer)
+    return digest(model, muon.optimizer, optimizer)
 
 
 def test_muon(run: Run) -> None:
@@ -327,13 +344,14 @@ def test_muon(run: Run) -> None:
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 in_bf16 = partial(wrapped, mixed_precision=BF16)
+sharded_in_bf16 = partial(sharded, mp_policy=BF16)
 
 
-@pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
-def test_bf16_and_recomputation(run: Run, accumulates: bool) -> None:
-    expected = on_one(run, in_bf16, 5, recomputed=True)
-    assert {*run(2, train, in_bf16, 5, in_turns, accumulates, recomputed=True)} == {expected}
-    assert {*run(3, train, in_bf16, 5, aligned, accumulates, recomputed=True)} == {expected}
+@pytest.mark.parametrize(("wrap", "accumulates"), [(in_bf16, True), (in_bf16, False), (sharded_in_bf16, True)])
+def test_bf16_and_recomputation(run: Run, wrap: Any, accumulates: bool) -> None:
+    expected = on_one(run, wrap, 5, recomputed=True)
+    assert {*run(2, train, wrap, 5, in_turns, accumulates, recomputed=True)} == {expected}
+    assert {*run(3, train, wrap, 5, aligned, accumulates, recomputed=True)} == {expected}
 
 
 def through_messages(rank: int, world: int, *args: Any) -> str:
@@ -350,6 +368,11 @@ def test_messages(run: Run, name: str) -> None:
     expected = on_one(run, WRAPS[name], 7)
     assert {*run(3, through_messages, WRAPS[name], 7, in_turns, True)} == {expected}
     assert {*run(2, through_messages, WRAPS[name], 7, unevenly, False)} == {expected}
+
+
+def test_hybrids_through_messages(run: Run) -> None:
+    hybrid = partial(wrapped, mesh=(2, 2), sharding_strategy="HYBRID_SHARD")
+    assert {*run(4, through_messages, hybrid, 7, unevenly, True)} == {on_one(run, wrapped, 7)}
 
 
 def stepped_in_backward(rank: int, world: int, count: int, owners: Owners, accumulates: bool) -> str:
@@ -400,6 +423,55 @@ def test_plain_sums_differ(run: Run) -> None:
     assert not all(map(torch.equal, on_three, on_one))
 
 
+def followed(rank: int, world: int, deterministic: bool) -> tuple[list[float], list[Tensor]]:
+    """The losses of 20 steps, and the whole weights after them."""
+    torch.manual_seed(0)
+    model = wrapped(Net(), deterministic_sums=deterministic)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    losses = []
+    for step in range(20):
+        for index, last in rounds(aligned(4, world), rank):
+            context = flatfsdp.microbatch(index, of=4) if deterministic else nullcontext()
+            with unsynchronized(model, last), context:
+                loss = model(batch(step, index or 0), rarely=True).square().mean()
+                (loss if deterministic else loss * world / 4).backward()
+            losses.append(float(loss))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with FullyShardedDataParallel.summon_full_params(model):
+        return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_losses_and_weights_stay_close_to_those_without_the_mode(run: Run) -> None:
+    for (losses, weights), (plain, others) in zip(run(2, followed, True), run(2, followed, False), strict=True):
+        assert all(abs(one - other) <= 1e-5 * abs(other) for one, other in zip(losses, plain, strict=True))
+        for one, other in zip(weights, others, strict=True):
+            assert float((one - other).abs().max()) <= 1e-5
+
+
+def of_columns(rank: int, world: int, deterministic: bool) -> list[Tensor]:
+    """What each microbatch adds, and the whole gradient: each column has magnitudes of its own, from 1e-30 to 1e30."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(61, 1, bias=False), deterministic_sums=deterministic)
+    terms = torch.randn(12, 61, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-30, 31)
+    for index, last in rounds(in_turns(12, world), rank):
+        with unsynchronized(model, last), flatfsdp.microbatch(index, of=12):
+            model(terms[index or 0][None]).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        (weight,) = model.parameters()
+        assert weight.grad is not None
+        return [terms, weight.grad[0].clone()]
+
+
+def test_sums_from_1e_30_to_1e30_are_within_the_bound_of_a_tree(run: Run) -> None:
+    """Each of log2(n) sums, and the division by n, rounds by at most half a unit in the last place."""
+    for terms, found in run(3, of_columns, True):
+        exact, magnitude = terms.double().mean(0), terms.double().abs().mean(0)
+        bound = (math.log2(len(terms)) + 2) * torch.finfo(torch.float32).eps / 2 * magnitude
+        assert ((found.double() - exact).abs() <= bound).all()
+
+
 def poisoned(rank: int, world: int, value: float) -> list[bool]:
     model = wrapped(nn.Linear(5, 3))
     for index, last in rounds([0, 1, 0], rank):
@@ -411,15 +483,33 @@ def poisoned(rank: int, world: int, value: float) -> list[bool]:
     return [bool(grad.isfinite().all()) for grad in grads if grad is not None]
 
 
+def named(rank: int, world: int) -> str:
+    """What `detect_nonfinite` says of a NaN in microbatch 2, of rank 0."""
+    model = wrapped(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)), auto_wrap_policy=None)
+    with flatfsdp.detect_nonfinite(model), pytest.raises(flatfsdp.errors.NonFiniteError) as caught:
+        for index, last in rounds([0, 1, 0, 1], rank):
+            with unsynchronized(model, last), flatfsdp.microbatch(index, of=4):
+                y = model(torch.ones(2, 5))
+                if index == 2:
+                    y.register_hook(lambda grad: grad * torch.nan)
+                y.sum().backward()
+    return str(caught.value)
+
+
+def test_nan_is_named(run: Run) -> None:
+    for text in run(2, named):
+        assert re.search(r"nan in .*gradient.*(rank 0|weight|bias)", text), text
+
+
 def test_infinity_arrives(run: Run) -> None:
     assert run(2, poisoned, float("inf")) == [[False, True]] * 2
     assert run(2, poisoned, float("nan")) == [[False, True]] * 2
 
 
-def stopped(rank: int, world: int, folder: str, first: int, last: int) -> str:
+def stopped(rank: int, world: int, wrap: Any, folder: str, first: int, last: int) -> str:
     """Steps `first` to `last`, from a checkpoint if `first` is not 0, and to one."""
     torch.manual_seed(0)
-    model = wrapped(Net())
+    model = wrap(Net())
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     if first:
         flatfsdp.checkpoint.load(f"{folder}/{first}", model=model, optimizer=optimizer)
@@ -433,10 +523,11 @@ def stopped(rank: int, world: int, folder: str, first: int, last: int) -> str:
     return digest(model, optimizer)
 
 
-def test_resumed_on_fewer_ranks(run: Run, tmp_path: Path) -> None:
-    run(3, stopped, str(tmp_path / "with"), 0, 2)
-    resumed = run(2, stopped, str(tmp_path / "with"), 2, 4)
-    assert {*resumed} == {*run(1, stopped, str(tmp_path / "without"), 0, 4)}
+@pytest.mark.parametrize("wrap", [wrapped, sharded])
+def test_resumed_on_fewer_ranks(run: Run, tmp_path: Path, wrap: Any) -> None:
+    run(3, stopped, wrap, str(tmp_path / "with"), 0, 2)
+    resumed = run(2, stopped, wrap, str(tmp_path / "with"), 2, 4)
+    assert {*resumed} == {*run(1, stopped, wrap, str(tmp_path / "without"), 0, 4)}
 
 
 def reduced_later(rank: int, world: int) -> bool:
