@@ -81,33 +81,36 @@ class Closing(Momentum):
 NORMS = [Trusting, OfRows, Centering, InGroups]
 
 
-def wrapped(world: int, cls: Any, **options: Any) -> Any:
-    """An optimizer of a new model of two matrices, with gradients of zeros."""
+def wrapped(cls: Any, **options: Any) -> Any:
+    """A new model of two matrices, with gradients of zeros, and an optimizer of it."""
     net = nn.Sequential(nn.Linear(16, 15), nn.Linear(15, 16))
     model = FullyShardedDataParallel(net, **({"use_orig_params": True} | options))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return cls(model.parameters())
+    return model, cls(model.parameters())
 
 
 @pytest.mark.parametrize("cls", NORMS)
 def test_what_is_not_element_wise_is_refused_on_parts(cls: Any) -> None:
     with fake_world(2):
-        with pytest.raises(UsageError, match=rf"{cls.__name__} is not element-wise: in a trial .*matrix_steps\(opt"):
-            wrapped(2, cls).step()
-        if cls is not InGroups:  # which needs several parameters
-            with pytest.raises(UsageError, match="is not element-wise"):
-                wrapped(2, cls, use_orig_params=False).step()
+        for orig in (True, False) if cls is not InGroups else (True,):  # which needs several parameters
+            _model, optimizer = wrapped(cls, use_orig_params=orig)
+            for _ in range(2):
+                with pytest.raises(UsageError, match=rf"{cls.__name__} is not element-wise: in a trial .*matrix_steps"):
+                    optimizer.step()
+            assert not optimizer.state and optimizer.count == 0
 
 
 @pytest.mark.parametrize("cls", NORMS)
 def test_it_may_step_on_whole_parameters(cls: Any) -> None:
     with fake_world(1):
-        wrapped(1, cls).step()
+        _model, optimizer = wrapped(cls)
+        optimizer.step()
     with fake_world(2):
-        wrapped(2, cls, layout=lambda name, parameter: Whole(padding=inf)).step()
-        wrapped(2, cls, sharding_strategy="NO_SHARD").step()
-        vouched = wrapped(2, cls)
+        for options in ({"layout": lambda name, parameter: Whole(padding=inf)}, {"sharding_strategy": "NO_SHARD"}):
+            _model, optimizer = wrapped(cls, **options)
+            optimizer.step()
+        _model, vouched = wrapped(cls)
         flatfsdp.fuse_optimizer_steps(vouched, elementwise=True)
         vouched.step()
 
@@ -118,7 +121,7 @@ def test_an_element_wise_one_steps_as_if_there_was_no_trial() -> None:
         torch.manual_seed(0)
         random.seed(0)
         for options in ({}, {"use_orig_params": False}, {"layout": "rows"}):
-            optimizer = wrapped(2, Momentum, **options)
+            _model, optimizer = wrapped(Momentum, **options)
             before = torch.get_rng_state(), random.getstate()
             optimizer.step()
             optimizer.step()
@@ -131,7 +134,7 @@ def test_an_element_wise_one_steps_as_if_there_was_no_trial() -> None:
 
 def test_one_that_cannot_be_tried_is_named() -> None:
     with fake_world(2):
-        optimizer = wrapped(2, Closing)
+        _model, optimizer = wrapped(Closing)
         with pytest.warns(
             FlatFSDPWarning, match="not known whether Closing is element-wise, because a copy of it does"
         ):

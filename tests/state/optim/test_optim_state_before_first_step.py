@@ -237,7 +237,7 @@ class Averaging(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (each for each in group["params"] if each.grad is not None):
                 state = self.state[p]
                 if not state:
                     state["average"], state["moment"] = p.to(torch.float64), torch.zeros_like(p)

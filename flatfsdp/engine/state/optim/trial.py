@@ -71,7 +71,8 @@ def state_before_first_step(
         trained = [param for param in params if param.parameter.requires_grad]
         found = {param.key: wholes.state_before_first_step(param.parameter) for param in trained}
         known = {key: state for key, state in found.items() if state is not None}
-    left = [param for param in params if param.key not in known]
+    # Of parameters without elements here there are no states, and a step on them may divide by zero, as Adafactor's.
+    left = [param for param in params if param.key not in known and param.reports]
     if not left:
         return known
     of_trial = _state_of_trial(optimizer, params, left, on_values=False)
