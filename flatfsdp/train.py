@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
         raise
     print(f"flatfsdp.train: {error}", file=sys.stderr)
     sys.exit(2)
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
+from flatfsdp.trainer.arguments import ElasticArguments, FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, LossPlot, MetricsLog, Summary, generate
 from flatfsdp.trainer.demo.options import DEFAULTS, DemoOptions
 from flatfsdp.trainer.hub.by_name import changed_flag, with_options
@@ -176,6 +176,7 @@ class Job:
     task: Task
     training: TrainingArguments
     fsdp: FSDPArguments
+    elastic: ElasticArguments
     demo: DemoOptions | None
     placement: Placement
     program: str
@@ -188,7 +189,7 @@ class Job:
             return self._run(world)
 
     def _run(self, world: RankContext) -> int:
-        trainer = Trainer(self.task, self.training, self.fsdp, callbacks=self.callbacks())
+        trainer = Trainer(self.task, self.training, self.fsdp, self.elastic, callbacks=self.callbacks())
         if self.command.measure:
             kept = trainer.measure()
             if world.leads:
@@ -263,7 +264,7 @@ class Job:
     def forecast(self) -> str:
         """An estimate of memory and traffic, as text."""
         ranks = self.command.world_size or self.placement.ranks
-        return forecast(self.meta_model, ranks=ranks, **self._planned()).render()
+        return forecast(self.meta_model, ranks=ranks, elastic=self.elastic, **self._planned()).render()
 
     def _planned(self) -> dict[str, Any]:
         task = self.task if self.command.activations else None
@@ -324,7 +325,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     if job.command.export is None and job.command.generate is None and not announced and not under_launcher():
         print_line(job.announcement())
     try:
-        return run(job, job.placement)
+        return run(job, job.placement, outlives=job.elastic.enabled)
     except ONE_LINE:  # of this rank, under a launcher
         if not (complaint := complaint_in(traceback.format_exc())):
             raise
@@ -401,6 +402,7 @@ def groups() -> dict[str, Settings]:
         "data": DataOptions(),
         "training": TrainingArguments(),
         "fsdp": FSDPArguments(),
+        "elastic": ElasticArguments(),
         "demo": DemoOptions(),
     }
 
@@ -417,7 +419,7 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
     if shows:  # the demonstration, which has other defaults
         parser = Parser(program, description=DESCRIPTION, groups={**groups(), "training": DEFAULTS}, common=COMMON)
         given = parser.read(arguments)
-    command, task, model, data, training, fsdp, demo = given.values()
+    command, task, model, data, training, fsdp, elastic, demo = given.values()
     try:
         task = with_options(task, model, data)
         if not shows and (flag := changed_flag(demo)):
@@ -444,7 +446,9 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         if shows:
             demo.held_out()  # reads the sizes of its files
         own = demo.task() if shows else task
-        check_run(training, own, fsdp)
+        check_run(training, own, fsdp, elastic)
+        if elastic.enabled and placement.device_type != "cpu":
+            elastic.refuse("enabled", f"ranks go on only over gloo yet, and here they are on {placement.device_type}")
         if command.plans and (code := code_named_by(own, training, fsdp, measured=command.measure)):
             print(f"importing and calling, with your permissions: {'; '.join(code)}\n", flush=True)
         check_options(own)
@@ -460,7 +464,9 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         parser.error(str(error))
     anew = dataclasses.replace(training, resume=None, ranks=placement.ranks)
     settings = {**given, "command": Command(), "training": anew}
-    return Job(command, own, training, fsdp, demo if shows else None, placement, program, tuple(arguments), settings)
+    return Job(
+        command, own, training, fsdp, elastic, demo if shows else None, placement, program, tuple(arguments), settings
+    )
 
 
 def _placement(command: Command, training: TrainingArguments) -> Placement:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .api import regroup
 from .joining import start
-from .survive import Step, survive
+from .keeper import kept_bytes
+from .survive import Step, Survived, survive
 from .transfer import Moved
 
-__all__ = ["Moved", "Step", "regroup", "start", "survive"]
+__all__ = ["Moved", "Step", "Survived", "kept_bytes", "regroup", "start", "survive"]

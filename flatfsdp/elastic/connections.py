@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 Address = tuple[str, int]
@@ -70,12 +70,14 @@ def listening_ports() -> frozenset[int]:
     return frozenset(found)
 
 
-def sever(published: Mapping[int, Collection[Connection]], *, keep: Collection[int] = ()) -> int:
-    """Shut down all connections of this process to other ranks, given what these have published; returns how many.
+def sever(published: Iterable[object], *, keep: Collection[int] = ()) -> int:
+    """Shut down all connections of this process to other ranks, given what each of these has published; returns how
+    many.
 
     `keep`: ports whose connections stay, as the store's.
     """
-    theirs = {each.reversed for connections in published.values() for each in connections}
+    found = [Connection.of(each) for connections in published if isinstance(connections, list) for each in connections]
+    theirs = {each.reversed for each in found if each is not None}
     return shut({each for each in theirs if not {each.own[1], each.other[1]} & {*keep}})
 
 

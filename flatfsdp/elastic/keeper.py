@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..errors import InternalError, LostRankError, ranks_in_words
-from .parity import Parity
+from .parity import Parity, parity_groups
 from .snapshot import Block
 
 ROUND = 4 * 1024 * 1024  # bytes that a rank sends to each other member of its group at once
@@ -162,6 +162,14 @@ class Keeper:
     def sizes_of_lost(self, version: Version, lost: Collection[int]) -> dict[int, Sizes]:
         """The sizes of the blocks of lost members, by rank."""
         return {rank: version.sizes[place] for place, rank in enumerate(self.members) if rank in lost}
+
+
+def kept_bytes(state: int, *, ranks: int, group: int) -> int:
+    """The bytes of host memory that `survive` takes on a rank with so many bytes of state, with that argument `group`,
+    in a job of so many ranks: two copies of its state, and two parities of others'. Making a parity, it sends `state`
+    bytes. Replicas have no parity."""
+    groups = parity_groups(ranks, group)
+    return 2 * state + sum(-(-2 * state // (len(each) - 1)) for each in groups[:1])
 
 
 def check_losses(groups: Sequence[Sequence[int]], lost: Collection[int]) -> None:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from types import MappingProxyType, TracebackType
@@ -28,20 +26,28 @@ from torch import nn
 
 from ..checkpoint.saving import latest
 from ..engine.agreement.collective_calls import forget_calls
-from ..engine.agreement.process_groups import Connecting, require_process_group, with_time_limit
+from ..engine.agreement.process_groups import Connecting, with_time_limit
 from ..engine.base import _torch
 from ..engine.base.plain_data import encode
 from ..engine.cpu.exchange import give_up_all
-from ..engine.models.rest import abandon, check_outermost
+from ..engine.models.rest import abandon
 from ..engine.models.walks import units_in
 from ..engine.watchdog.process_exit import print_immediately
 from ..engine.watchdog.regions import current_watch
 from ..engine.watchdog.watchdog import Watchdog, is_lost_connection
-from ..engine.wrapping.regrouping import at_rest
-from ..errors import AgreementError, FencedError, LostRankError, UsageError, refuse_type, refuse_value, set_rank
-from ..messages import gather
+from ..errors import (
+    AgreementError,
+    AuditError,
+    FencedError,
+    LostRankError,
+    UsageError,
+    refuse_type,
+    refuse_value,
+    set_rank,
+)
 from . import connections, joining, own_state
 from .api import regroup
+from .beginning import base_of, checked, own_host
 from .connections import Connection
 from .exchange import ParityRanks
 from .holding import Holding
@@ -51,7 +57,7 @@ from .neighbors import Neighbors
 from .own_state import Stateful
 from .parity import parity_groups
 from .rebuilding import brought
-from .replicas import Alike, Replicas, check_alike
+from .replicas import Alike, check_alike
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
 CONNECTED = 5.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
@@ -67,6 +73,7 @@ def survive(
     group: int = 4,
     least_ranks: int = 1,
     lost_after: float = 60.0,
+    before_change: Callable[[], object] = lambda: None,
 ) -> Iterator[Step]:
     """Steps that outlive the loss of ranks: the others go on with the same step, without a restart.
 
@@ -99,6 +106,8 @@ def survive(
         lost_after: seconds without a sign of life after which a rank counts as lost; after a loss also the seconds in
             which the others have to leave their step. It is fenced then: when it goes on, it raises `FencedError` in
             its step.
+        before_change: called after a loss, when all ranks have left the step, before the process groups are destroyed:
+            to end what refers to the present ranks, as an `Audit`, or a save in the background. Not collective.
 
     Yields:
         `Step`: to be entered by `with`.
@@ -124,8 +133,24 @@ def survive(
         refuse_value("survive: lost_after", lost_after, "a number of seconds greater than 0")
     if not isinstance(state, Mapping):
         refuse_type("survive: state", state, "a mapping of names to objects with state_dict() and load_state_dict()")
-    options = {"every": every, "group": group, "least_ranks": least_ranks}
-    return iter(Survival(model, optimizer, steps, state, **options, lost_after=lost_after))
+    options: dict[str, Any] = {"every": every, "group": group, "least_ranks": least_ranks, "lost_after": lost_after}
+    return iter(Survival(model, optimizer, steps, state, before_change=before_change, **options))
+
+
+class Survived(NamedTuple):
+    """A loss that this process has survived.
+
+    Attributes:
+        step: the number of the step with which the job went on.
+        lost: the numbers of the lost processes, their ranks when the job began, each with words that follow "rank 3 ".
+        ranks: how many are left.
+        seconds: from the error in the step until the job went on.
+    """
+
+    step: int
+    lost: Mapping[int, str]
+    ranks: int
+    seconds: float
 
 
 class Step:
@@ -135,6 +160,7 @@ class Step:
         number: of the step; the same again after a loss.
         completed: whether its `with` came to its end, without a loss. A completed step is taken again, too, if a rank
             is lost before the next refresh is complete on all ranks.
+        survived: the losses that this process has survived so far, in this loop.
     """
 
     completed = False
@@ -142,6 +168,7 @@ class Step:
     def __init__(self, survival: Survival, number: int) -> None:
         self.number = number
         self._survival = survival
+        self.survived = (*survival.survived,)
         self.left = False
 
     def __enter__(self) -> Step:
@@ -191,7 +218,10 @@ class Survival:
         group: int,
         least_ranks: int,
         lost_after: float,
+        before_change: Callable[[], object],
     ) -> None:
+        self.survived: list[Survived] = []
+        self._before_change = before_change
         self._model, self._optimizer = model, optimizer
         self._steps, self._state = steps, state
         self._every, self._group, self._least, self._lost_after = every, group, least_ranks, lost_after
@@ -220,11 +250,11 @@ class Survival:
     # -- the beginning and the end -----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._replicas = _checked(self._model)
-        self._backend = str(dist.get_backend_config(dist.group.WORLD))
+        self._replicas = checked(self._model)
+        self._backend = dist.get_backend(dist.group.WORLD)
         self._limit = _torch.time_limit(dist.group.WORLD)
         self._watch: Watchdog = current_watch()
-        self._base, self._name = _base_of(dist.group.WORLD)
+        self._base, self._name = base_of(dist.group.WORLD)
         host, port = self._base.host, self._base.port
         world = dist.get_world_size()
         settings = {"steps": self._steps, "every": self._every, "group": self._group, "lost_after": self._lost_after}
@@ -240,7 +270,7 @@ class Survival:
         self._ports: set[int] = set()  # of the connections to neighbors
         self._neighbors = Neighbors(
             own,
-            _own_host(host, port),
+            own_host(host, port),
             lost_after=self._lost_after,
             gone=self._job.report,
             news=self._job.learn,
@@ -350,7 +380,7 @@ class Survival:
     def _is_loss(self, error: BaseException, *, explained: bool = False) -> bool:
         """Whether `error` follows from the loss of a rank: one that is known, or, if a connection broke, will be.
         `explained`: a rank that joins may have failed, and then reports that."""
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError) or isinstance(error, AuditError):  # that one is raised on all ranks
             return False
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__) is not None:  # a save raises errors of its own, whose cause is the loss
@@ -408,17 +438,15 @@ class Survival:
                 return  # those of the epoch before: this one is whole
             self._watch.abandon(LostRankError(words))
             give_up_all(f"connection closed by peer: {words}")
-            published = {
-                number: [made for each in found if (made := Connection.of(each)) is not None]
-                for number, found in self._job.published("connections").items()
-                if isinstance(found, list)
-            }
-            connections.sever(published, keep=(self._port, *self._ports))
+            self._sever()
             connections.shut(self._forming)
+
+    def _sever(self) -> None:
+        connections.sever(self._job.published("connections").values(), keep=(self._port, *self._ports))
 
     def _recover(self, error: BaseException | None) -> None:
         """Go on without the lost ranks; and with those that join: for these alone if there is no `error`."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self._job.members
         try:
             self._next = self._recovered(error)
         except FencedError:
@@ -426,9 +454,12 @@ class Survival:
         except LostRankError as last:
             found = f"from {latest[-1]}, the last checkpoint that" if latest else "from the beginning: no checkpoint"
             raise LostRankError(f"{last}. Start the job again {found} was saved or loaded here") from last
+        lost = {number: self._job.lost[number] for number in before if number not in self._job.members}
+        now = Survived(self._next, lost, dist.get_world_size(), time.monotonic() - began)
+        self.survived += [now] if lost else []
         print_immediately(
-            f"[flatfsdp, rank {dist.get_rank()}] goes on with {dist.get_world_size()} ranks from step {self._next}, "
-            f"{time.monotonic() - began:.2f} s after {'others came' if error is None else type(error).__name__}"
+            f"[flatfsdp, rank {dist.get_rank()}] goes on with {now.ranks} ranks from step {now.step}, "
+            f"{now.seconds:.2f} s after {'others came' if error is None else type(error).__name__}"
         )
 
     def _recovered(self, error: BaseException | None, offers: Mapping[int, str] | None = None) -> int:
@@ -442,6 +473,8 @@ class Survival:
             self._break()
             words = self._job.losses_in_words()
             if offers is None:
+                # Those that were made since the last refresh, as by a first save in the background, are not known yet.
+                self._job.publish("connections", [*connections.open_connections()])
                 own = [(kept.epoch, number) for kept in self._kept for number in kept.keeper.numbers]
                 offers = self._job.go_on(json.dumps(own), self._joining())
             offered = {number: {(*each,) for each in json.loads(offer)} for number, offer in offers.items()}
@@ -463,6 +496,8 @@ class Survival:
                 check_losses(kept.groups, lost)
                 check_alike(kept.alike, lost)
             rank_of = {rank: members.index(each) for rank, each in enumerate(before) if each in members}
+            if lost:
+                self._sever()
             connecting = Connecting(seconds)
             try:
                 with connecting:
@@ -483,6 +518,7 @@ class Survival:
         now."""
         kept = self._kept[0] if self._kept else None
         self._bring_to_rest()
+        self._before_change()
         self._make_groups(self._job.members)
         self._replicas.move_to(len(self._job.members))
         self._meet(self._job.members)
@@ -527,68 +563,3 @@ class Survival:
         with _torch.name_of_group(f"epoch {self._job.epoch}"):
             with_time_limit(self._limit, make)
         set_rank(dist.get_rank())
-
-
-def _checked(model: nn.Module) -> Replicas:
-    """The replicas of `model`. Collective.
-
-    Raises:
-        UsageError: the model, or the job, cannot outlive a loss. On all ranks.
-    """
-    require_process_group("survive()")
-    units = units_in(model)
-    if not units or check_outermost(units[-1], "survive()").outermost is not units[-1]:
-        raise UsageError("survive(): model: expected a sharded model, found no sharded module in it")
-    backend = str(dist.get_backend_config(dist.group.WORLD))
-    if {each.rpartition(":")[2] for each in backend.split(",")} != {"gloo"}:
-        raise UsageError(
-            f"survive(): the backend of the process group is {backend}. Waits can be broken from outside, and groups "
-            "made anew, over gloo only so far"
-        )
-    replicas = Replicas(units)
-    for unit in units:
-        for handle in unit.handles:
-            if handle.precision.error_feedback:
-                raise UsageError(
-                    f"survive(): unit {unit.label} has reduce_error_feedback=True, whose residuals would be lost"
-                )
-    try:
-        at_rest(model)
-    except UsageError as error:
-        raise UsageError(
-            f"survive(): after a loss the model could not move to the ranks that are left: {error}"
-        ) from None
-    return replicas
-
-
-def _base_of(process_group: Any) -> tuple[Any, str]:
-    """The store of the default process group, without prefixes, and a prefix there that no other `survive` has, of this
-    program or of an earlier start with the same store.
-
-    Raises:
-        UsageError: on all ranks: a rank serves it.
-    """
-    store = process_group.get_group_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        raise UsageError(
-            f"survive(): the store of the process group is a {type(store).__name__}; expected a TCPStore, which all "
-            "ranks reach when some are lost"
-        )
-    own = store.port in connections.listening_ports(), uuid.uuid4().hex
-    found = gather(own, process_group, call="called survive()")
-    serves = [each for each, _ in found]
-    if any(serves):
-        raise UsageError(
-            f"survive(): rank {serves.index(True)} serves the store of the process group, and its loss would end the "
-            "job. Launch with torchrun, which serves it, or pass init_process_group(store=) one that another process "
-            "serves"
-        )
-    return store, f"elastic/{found[0][1]}"
-
-
-def _own_host(host: str, port: int) -> str:
-    """The address of this machine by which those reach it that reach the store."""
-    with socket.create_connection((host, port), timeout=10.0) as line:
-        return str(line.getsockname()[0])

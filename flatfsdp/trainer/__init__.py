@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arguments import FSDPArguments, Task, TrainingArguments
+    from .arguments import ElasticArguments, FSDPArguments, Task, TrainingArguments
     from .callbacks import Callback
     from .hub.pretrained import Pretrained
     from .hub.text_data import TextData
@@ -21,6 +21,7 @@ __all__ = [
     "Callback",
     "CausalLM",
     "Classification",
+    "ElasticArguments",
     "FSDPArguments",
     "FromOutput",
     "Objective",
@@ -36,7 +37,7 @@ __all__ = [
 
 _MODULES = {
     **dict.fromkeys(("CausalLM", "Classification", "FromOutput", "Objective"), ".objectives"),
-    **dict.fromkeys(("FSDPArguments", "Task", "TrainingArguments"), ".arguments"),
+    **dict.fromkeys(("ElasticArguments", "FSDPArguments", "Task", "TrainingArguments"), ".arguments"),
     **dict.fromkeys(("Run", "StepReport", "TrainingResult"), ".run"),
     "Callback": ".callbacks",
     "Pretrained": ".hub.pretrained",

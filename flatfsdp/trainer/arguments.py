@@ -44,7 +44,7 @@ from flatfsdp.trainer.settings.types import (
     Whole,
 )
 
-__all__ = ["STRATEGIES", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
+__all__ = ["STRATEGIES", "ElasticArguments", "FSDPArguments", "Task", "TrainingArguments", "check_run"]
 
 STRATEGIES = {member.name.lower().strip("_"): member for member in ShardingStrategy}
 """The names of strategies in settings: FSDP's in lower case, without the underscore of the private one."""
@@ -175,6 +175,11 @@ class FSDPArguments(Settings):
     def scales_losses(self) -> bool:
         """Whether gradients are fp16 anywhere, so that small ones would underflow."""
         return torch.float16 in (self.param_dtype, self.reduce_dtype)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether several ranks have the same shards."""
+        return self.strategy in ("no_shard", *_HYBRIDS)
 
     def __post_init__(self) -> None:
         self._set_precision()
@@ -356,6 +361,33 @@ class TrainingArguments(Settings):
             self.refuse("min_lr", f"the peak learning rate, {self.called('lr')}, is {self.lr}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ElasticArguments(Settings):
+    """Lost ranks: the others go on with the same step, without a restart, over gloo (`flatfsdp.elastic.survive`).
+
+    Raises:
+        ConfigTypeError, ConfigValueError: at construction, for a field that is not accepted.
+    """
+
+    of_flags = "elastic"
+
+    enabled: bool = setting(False, "let the other ranks go on when one is lost, with the same step, without a restart")
+    every: Count = setting(
+        1,
+        "steps between refreshes of what ranks keep of each other; at most so many are taken again after a loss",
+    )
+    group: Annotated[Count, Field(ge=2)] = setting(
+        4, "ranks that keep each other's state, one of which can be lost between two refreshes"
+    )
+    least_ranks: Count = setting(1, "end the run when fewer ranks are left")
+    lost_after: Positive = setting(60.0, "seconds without a sign of life after which a rank counts as lost")
+
+    def __post_init__(self) -> None:
+        for name in ("every", "group", "least_ranks", "lost_after"):
+            if getattr(self, name) != getattr(type(self), name) and not self.enabled:
+                self.refuse(name, f"it applies only with {self.called('enabled')}")
+
+
 @dataclass(frozen=True)
 class Task(Settings):
     """The model and its data.
@@ -393,13 +425,23 @@ class Task(Settings):
     options: Options = setting({}, "arguments for these functions, by name")
 
 
-def check_run(training: TrainingArguments, task: Task, fsdp: FSDPArguments) -> None:
+def check_run(
+    training: TrainingArguments, task: Task, fsdp: FSDPArguments, elastic: ElasticArguments | None = None
+) -> None:
     """Raise for settings of `training` that contradict the others.
 
     Raises:
         ConfigValueError: evaluations without data for them; steps in the backward of losses that are scaled; bits that
-            would depend on the number of ranks.
+            would depend on the number of ranks; a model that cannot move to the ranks that are left after a loss.
     """
+    if elastic is not None and elastic.enabled:
+        for owner, name, stays in (
+            (training, "optimizer_in_backward", training.optimizer_in_backward),
+            (training, "detect_nonfinite", training.detect_nonfinite),
+            (fsdp, "reduce_error_feedback", fsdp.reduce_error_feedback),
+        ):
+            if stays:
+                owner.refuse(name, "with it, the others cannot go on yet when a rank is lost, as [elastic] demands")
     if fsdp.deterministic_sums and training.global_batch is None:
         fsdp.refuse(
             "deterministic_sums",

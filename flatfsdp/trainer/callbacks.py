@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import flatfsdp
-from flatfsdp.errors import ConfigValueError, did_you_mean
+from flatfsdp.errors import ConfigValueError, did_you_mean, ranks_in_words
 from flatfsdp.trainer.objectives import evaluating, logits_of
 from flatfsdp.trainer.run import MemoryFootprint, Progress, Run, StepReport, TrainingResult
 from flatfsdp.trainer.state.checkpoints import ASIDE
@@ -82,6 +82,10 @@ class Callback:
 
     def on_save(self, trainer: Run, path: Path, stall_seconds: float) -> None:
         """Called once a save has begun, which stalled training so long. An asynchronous one completes later."""
+
+    def on_other_ranks(self, trainer: Run) -> None:
+        """Called with `[elastic]` after ranks were lost: the run has gone back to `trainer.progress`, and goes on with
+        those in `trainer.world`, whose numbers may have changed."""
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         """Called after the last step, its evaluation and its checkpoint."""
@@ -238,10 +242,14 @@ class MetricsLog(Callback):
         self._file: TextIO | None = None
 
     def on_begin(self, trainer: Run) -> None:
+        if trainer.world.leads:
+            keep_earlier(trainer, METRICS)
+        self.on_other_ranks(trainer)
+
+    def on_other_ranks(self, trainer: Run) -> None:
         if not trainer.world.leads:
             return
         path = trainer.output / METRICS
-        keep_earlier(trainer, METRICS)
         rows = [row for row in read_metrics(path) if _is_before(row, trainer.progress)]
         fresh = path.with_suffix(".new")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -500,4 +508,10 @@ class Summary(Callback):
         facts |= {name.replace("_", " "): shown(value) for name, value in result.evaluation.items()}
         if result.checkpoint is not None:
             facts["checkpoint"] = trainer.shown(result.checkpoint)
+        lost = [
+            f"the loss of {ranks_in_words([*each.lost])} in step {each.step:,}, in {each.seconds:.1f} s, by "
+            f"{each.ranks} rank{'' if each.ranks == 1 else 's'}"
+            for each in result.survived
+        ]
+        facts |= {"survived": "; ".join(lost)} if lost else {}
         return facts | {name: str(path) for name, path in trainer.written.items()}

@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 
 from flatfsdp import retain_host_memory
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.preemption import handled_by, in_words, is_first, meant_by
+from flatfsdp.trainer.preemption import handled_by, in_words, is_first, meant_by, state_of
 from flatfsdp.trainer.rendezvous import store_of_this_start
 from flatfsdp.trainer.terminal import print_line
 
@@ -132,7 +132,7 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
+def run(job: Callable[..., int], placement: Placement, *arguments: Any, outlives: bool = False) -> int:
     """Run `job` on every rank of `placement`; returns when the ranks that this process is responsible for are done.
 
     SIGINT, SIGTERM and SIGUSR1 are forwarded to the spawned ranks, which may take their time to end
@@ -140,6 +140,8 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
 
     Args:
         job: the function that a rank runs, `job(world, *arguments)`; it returns an exit code. All can be pickled.
+        outlives: whether spawned ranks go on by themselves when others are lost (`flatfsdp.elastic.survive`): those
+            that are lost are reported, and an error only if no rank comes to its end.
 
     Returns:
         The highest exit code of these ranks; 128 plus its number if a signal stopped them.
@@ -165,7 +167,8 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             started(ranks.processes)
-            _join(ranks)
+            if not outlives or not _outlive(ranks):
+                _join(ranks)
         except mp.ProcessExitedException:
             if not stop.value:
                 raise
@@ -173,6 +176,33 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any) -> int:
         finally:
             _end(ranks.processes)  # after an exception in this process only, they would continue to train
     return 128 + stop.value if stop.value else int(code.value)
+
+
+def _outlive(ranks: Any) -> bool:
+    """Wait until all have ended, and report each that was lost. Returns whether any has come to its end."""
+    print_line(f"processes of the ranks: {' '.join(map(str, ranks.pids()))}")
+    running = {process.sentinel: rank for rank, process in enumerate(ranks.processes)}
+    ended_well = False
+    while running:
+        for sentinel in connection.wait([*running], timeout=1.0 if ended_well else None):
+            rank = running.pop(sentinel)
+            process = ranks.processes[rank]
+            process.join()
+            if not process.exitcode:
+                ended_well = True
+                continue
+            code = process.exitcode
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            report = _read_report(ranks.error_files[rank]).strip()
+            if found := _OF_ANOTHER.search(report):
+                report = found[0]
+            print_line("\n".join([f"rank {rank} (process {process.pid}) has ended: {how}", *filter(None, [report])]))
+        for rank in running.values() if ended_well else ():
+            process = ranks.processes[rank]
+            if state_of(process.pid) == "T":
+                print_line(f"rank {rank} (process {process.pid}) is stopped, and the run has ended without it: killed")
+                process.kill()
+    return ended_well
 
 
 def _join(ranks: Any) -> None:

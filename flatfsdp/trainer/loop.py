@@ -1,13 +1,21 @@
-"""The training loop of one rank, from the first batch of a run to its last step."""
+"""The training loop of one rank, from the first batch of a run to its last step, evaluation and checkpoint.
+
+[Note: stages] A run is a sequence of *stages*, each of which does what is due after the last step, and takes the next
+one; the last stage does what is due at the end instead. With `[elastic]` a stage is a step of `survive`: if a rank is
+lost in it, it is begun again by those that are left, from the state between two stages. So all that a stage has done,
+and may do again, is part of that state or follows from it.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flatfsdp
+from flatfsdp.elastic import Survived, survive
 from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.launch import RankContext
@@ -22,6 +31,7 @@ from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import in_words
 from flatfsdp.trainer.process_group import LocalFailure
 from flatfsdp.trainer.run import MemoryFootprint, Run, StepReport, TrainingResult
+from flatfsdp.trainer.state.components import Component, Sharing
 from flatfsdp.trainer.utilization import peak_tflops
 
 SETTLING_STEPS = 2  # these also agree on layouts and order; the next step shows the memory and traffic of a step
@@ -31,7 +41,6 @@ class Loop:
     """The steps of one run of `trainer`, which may be resumed from another.
 
     Attributes:
-        taken: the number of steps taken.
         stopped_by: 0, or the number of the request that stopped all ranks ([Note: stopping]).
     """
 
@@ -40,7 +49,7 @@ class Loop:
         self._planned = trainer.planned_steps()
         self._before = replace(trainer.progress)  # the progress of earlier runs
         self._started = time.monotonic()
-        self.taken = 0
+        self._settling_from = trainer.progress.step
         self._stats = flatfsdp.stats(trainer.model)
         self._peak = peak_tflops(trainer.world.device, trainer.training.peak_tflops)
         self._footprint = MemoryFootprint()
@@ -48,41 +57,91 @@ class Loop:
         self._losses: list[float] = []  # of the first step, and of the last
         self.stopped_by = 0
         self._failure: LocalFailure | None = None  # not reported to the other ranks yet
+        self._arrives: Callable[[], None] = _nothing  # reads the metrics of the last step
+        self._is_over = False
+        self._survived: Sequence[Survived] = ()
 
     def run(self) -> None:
-        """Take the steps that the limits allow. Collective."""
-        trainer, training, progress = self._trainer, self._trainer.training, self._trainer.progress
-        trainer.model.train()
-        if progress.step and self._is_due(training.eval_every) and progress.evaluated < progress.step:
-            self.stopped_by = trainer.evaluate_once()  # an evaluation that the previous run was stopped before
-            if not self.stopped_by:
-                trainer.save_once()
-        arrive: Callable[[], None] | None = None
-        while self._done(progress.step) < 1 and not self.stopped_by:
-            step = trainer.loader.next_step(self._failure)
-            if step is None:
+        """Take the steps that the limits allow, evaluate and save. Collective."""
+        self._trainer.model.train()
+        for stage in self._stages():
+            with stage:
+                self._stage()
+            if self._is_over:
                 break
+
+    def _stages(self) -> Iterator[AbstractContextManager[Any]]:
+        trainer, elastic = self._trainer, self._trainer.elastic
+        if not elastic.enabled:
+            yield from repeat(nullcontext())
+        options = {name: value for name, value in vars(elastic).items() if name != "enabled"}
+        options |= {"steps": sys.maxsize, "state": {"run": self}, "before_change": trainer.leave_ranks}
+        for step in survive(trainer.model, trainer.optimizer, **options):
+            first = self._before.step + 1
+            self._survived = [each._replace(step=first + each.step) for each in step.survived]
+            if trainer.audit is None:
+                trainer.begin_audit()
+            yield step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run between two stages, except model, optimizer and random numbers."""
+        return {"losses": self._losses, "components": {each.name: each.save() for each in self._components()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to such a state, on other ranks. Collective."""
+        for component in self._components():
+            component.load(state["components"][component.name])
+        self._losses, self.stopped_by, self._is_over = state["losses"], 0, False
+        self._arrives, self._settling_from = _nothing, self._trainer.progress.step
+        self._trainer.follow_ranks()
+        self._failure = self._trainer.attempt_callbacks("on_other_ranks")
+
+    def _components(self) -> list[Component]:
+        return [each for each in self._trainer.checkpoints.components if each.sharing is Sharing.REPLICATED]
+
+    def _stage(self) -> None:
+        """[Note: stages]"""
+        trainer, training, progress = self._trainer, self._trainer.training, self._trainer.progress
+        # One of these is there if the previous run was stopped before its evaluation.
+        again = trainer.checkpoints.complete_at == progress.step or trainer.checkpoints.broken_off
+        evaluates, saves = self._is_due(training.eval_every), self._is_due(training.save_every) or again
+        if evaluates or saves:
+            self._settle()
+            if evaluates and not self.stopped_by:
+                self.stopped_by = trainer.evaluate_once()
+            if saves:
+                trainer.save_once()
+        step = None
+        if self._done(progress.step) < 1 and not self.stopped_by:
+            step = trainer.loader.next_step(self._failure)
+        if step is not None:
             failure = trainer.attempt_callbacks("on_step_begin", progress.step + 1)
             self._failure = self._failure or failure
-            taken = self._take(step)
-            if arrive is not None:
-                arrive()
-            arrive = taken
-            evaluates, saves = self._is_due(training.eval_every), self._is_due(training.save_every)
-            if evaluates or saves:
-                arrive()
-                arrive = None
-                trainer.ranks.share(self._failure)
-                if evaluates and not self.stopped_by:
-                    self.stopped_by = trainer.evaluate_once()
-                if saves:
-                    trainer.save()
-        if arrive is not None:
-            arrive()
-        trainer.ranks.share(self._failure)
+            before, self._arrives = self._arrives, self._take(step)
+            before()
+            if trainer.elastic.enabled:  # metrics on their way are lost with a rank
+                self._arrived()
+            return
+        self._settle()
+        if training.eval_at_end and not self.stopped_by:
+            self.stopped_by = trainer.evaluate_once()
+        if training.save_at_end or self.stopped_by:
+            trainer.save_once()
+        trainer.checkpoints.manager.finish()
+        self._is_over = True
+
+    def _settle(self) -> None:
+        """End the last step: its metrics, and failures. Collective."""
+        self._arrived()
+        self._trainer.ranks.share(self._failure)
+
+    def _arrived(self) -> None:
+        arrives, self._arrives = self._arrives, _nothing
+        arrives()
 
     def _is_due(self, every: int | None) -> bool:
-        return every is not None and self._trainer.progress.step % every == 0
+        step = self._trainer.progress.step
+        return every is not None and step > 0 and step % every == 0
 
     def result(self) -> TrainingResult:
         """The result of the run."""
@@ -91,7 +150,7 @@ class Loop:
             steps=progress.step,
             tokens=progress.tokens,
             seconds=progress.seconds,
-            taken=self.taken,
+            taken=progress.step - self._before.step,
             tokens_per_second=self._speed(),
             losses=tuple(self._losses),
             stopped_by=self.stopped_by,
@@ -100,6 +159,7 @@ class Loop:
             footprint=self._footprint,
             evaluation=trainer.metrics,
             communication=self._communication,
+            survived=self._survived,
         )
 
     def _ended_by(self) -> str:
@@ -123,7 +183,7 @@ class Loop:
     def _take(self, step: Step) -> Callable[[], None]:
         """Take one step of the optimizer. Returned: a function that reads its metrics, which are still in transit."""
         trainer, world = self._trainer, self._trainer.world
-        if self.taken <= SETTLING_STEPS:
+        if self._settles:
             self._stats.reset()
         trainer.running = step
         if trainer.audit is not None:
@@ -138,7 +198,6 @@ class Loop:
         lr = trainer.optimizer.param_groups[0]["lr"]
         self._failure = trainer.attempt("the step of its optimizer and scheduler", self._update)
         trainer.progress.step += 1
-        self.taken += 1
         metrics = MetricsReduction(
             loss,
             step.weight,
@@ -156,7 +215,7 @@ class Loop:
         trainer = self._trainer
         trainer.scaler.step(trainer.optimizer)
         trainer.scaler.update()
-        if self.taken <= SETTLING_STEPS:  # equal in all later steps, and slow: it visits all modules and states
+        if self._settles:  # equal in all later steps, and slow: it visits all modules and states
             self._footprint = MemoryFootprint.measure(self._stats, trainer.optimizer)
             self._communication = self._stats.comm
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -193,9 +252,17 @@ class Loop:
             )
             self._failure = self._failure or trainer.attempt_callbacks("on_step", report)
 
+    @property
+    def _settles(self) -> bool:
+        return self._trainer.progress.step - self._settling_from <= SETTLING_STEPS
+
     def _speed(self) -> float:
         progress = self._trainer.progress
         return (progress.tokens - self._before.tokens) / max(progress.seconds - self._before.seconds, 1e-9)
+
+
+def _nothing() -> None:
+    pass
 
 
 class MetricsReduction:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import flatfsdp
+from flatfsdp.elastic import kept_bytes
 from flatfsdp.errors import ConfigValueError, UsageError
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.trainer.arguments import ElasticArguments, FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.data_loading import Loader
 from flatfsdp.trainer.fused_loss import fused
 from flatfsdp.trainer.instantiate import collate_for, make
@@ -74,6 +75,7 @@ class MemoryEstimate:
         plan: the figures, in bytes.
         activations: which modules hold them, as text; "" where they are not estimated.
         activations_unknown: the reason why they cannot be estimated; "" where they can, or nobody asked.
+        kept, parity: with `[elastic]`, what a rank keeps in host memory for lost ones, and sends per step for it.
     """
 
     ranks: int
@@ -86,6 +88,8 @@ class MemoryEstimate:
     plan: flatfsdp.Plan
     activations: str = ""
     activations_unknown: str = ""
+    kept: int = 0
+    parity: int = 0
 
     def render(self) -> str:
         """The estimate as text: the units, memory and traffic of a rank, and the parts that are left out."""
@@ -116,6 +120,8 @@ class MemoryEstimate:
         if self.cpu_offload and self.accelerator:
             host = sum(count for kind, count in at_peak.items() if kind in _ON_HOST)
             rows.append(("of which on the host", size_in_words(plan.params + state), size_in_words(host + state)))
+        if self.kept:
+            rows.append(("for lost ranks, on the host", *2 * (size_in_words(self.kept),)))
         return _aligned(rows, right=(1, 2))
 
     def _with_activations(self) -> Iterator[list[str]]:
@@ -128,6 +134,7 @@ class MemoryEstimate:
     def _traffic(self) -> list[str]:
         traffic = self.plan.comm.items()
         rows = [(_KINDS.get(kind, kind), f"{calls:,}", size_in_words(size)) for kind, (calls, size) in traffic]
+        rows += [("for lost ranks, state", "", size_in_words(self.parity))] if self.parity else []
         rows = rows or [("nothing", "", "")]
         return _aligned([("sent per step", "calls", "bytes"), *rows], right=(1, 2))
 
@@ -150,6 +157,7 @@ def forecast(
     training: TrainingArguments,
     ranks: int,
     task: Task | None = None,
+    elastic: ElasticArguments | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory and traffic of rank 0 in each training step of a run on `ranks` ranks.
 
@@ -163,6 +171,7 @@ def forecast(
             this machine).
         ranks: the number of ranks of the run.
         task: whose data and objective activations are estimated with, by `loss_of_samples`; None: without activations.
+        elastic: what it keeps for lost ranks.
 
     Raises:
         ConfigTypeError, ConfigValueError: as in the run: arguments that contradict the model or the number of ranks; a
@@ -193,7 +202,14 @@ def forecast(
         units = flatfsdp.summary(sharded, compact=True)
     kind = type(optimizer).__name__
     offload = fsdp.cpu_offload
-    return MemoryEstimate(ranks, microbatches, accelerator, offload, kind, unknown, units, plan, activations, unseen)
+    kept = (0, 0)
+    if elastic is not None and elastic.enabled:
+        state = plan.between_steps
+        kept = kept_bytes(state, ranks=ranks, group=elastic.group), state // elastic.every
+        kept = (2 * state, 0) if fsdp.replicates else kept
+    return MemoryEstimate(
+        ranks, microbatches, accelerator, offload, kind, unknown, units, plan, activations, unseen, *kept
+    )
 
 
 Loss = Callable[[Any], Tensor]  # of a model

@@ -155,14 +155,18 @@ def _listen(
 
 
 def _has_ended(process: int) -> bool:
+    return state_of(process) in ("Z", "X")  # Z: its parent has not seen that yet
+
+
+def state_of(process: int) -> str:
+    """The letter of a process's state as in `ps`; X where it has ended, "" where it is unknown."""
     try:
         os.kill(process, 0)
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except ProcessLookupError:
-        return True
+        return "X"
     except OSError:  # of another user, or no Linux
-        return False
-    return state in ("Z", "X")  # it has ended, and its parent has not seen that yet
+        return ""
 
 
 def _place_of(thread: int) -> str:

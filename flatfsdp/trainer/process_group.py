@@ -49,6 +49,8 @@ class LocalFailure:
 class TrainerRanks:
     """The ranks of a process group, or this process alone where there is none. Collective where it makes a group.
 
+    Without a `group`, they are those of the default one, also when that was made anew after a loss.
+
     Attributes:
         group: the process group; None for the default one, or where there is none.
         host: a group of the same ranks whose collectives take CPU tensors; None for this process alone.
@@ -60,21 +62,38 @@ class TrainerRanks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.host: Any = None
-        self.rank, self.world = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-            if self.rank < 0:
-                raise ConfigValueError(
-                    f"process_group: rank {dist.get_rank()} is not in the group. Create this only on ranks of the group"
-                )
-            if self.world > 1:
-                self.host = _for_host(group if group is not None else dist.group.WORLD)
-        elif group is not None:
+        self._of: Any = None  # the group of these numbers
+        self._numbers: tuple[int, int, Any] = 0, 1, None
+        if group is not None and not (dist.is_available() and dist.is_initialized()):
             raise ConfigValueError(
                 "process_group: got a group, but torch.distributed is not (or no longer) initialized. Call "
                 "init_process_group() first, or leave the group out"
             )
+        if self.rank < 0:
+            raise ConfigValueError(
+                f"process_group: rank {dist.get_rank()} is not in the group. Create this only on ranks of the group"
+            )
+
+    def _now(self) -> tuple[int, int, Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return self._numbers
+        group = self.group if self.group is not None else dist.group.WORLD
+        if group is not self._of:
+            rank, world = dist.get_rank(group), dist.get_world_size(group)
+            self._of, self._numbers = group, (rank, world, _for_host(group) if world > 1 and rank >= 0 else None)
+        return self._numbers
+
+    @property
+    def rank(self) -> int:
+        return self._now()[0]
+
+    @property
+    def world(self) -> int:
+        return self._now()[1]
+
+    @property
+    def host(self) -> Any:
+        return self._now()[2]
 
     def rows(self, *numbers: int) -> list[list[int]]:
         """Every rank's `numbers`, in the same count on each. Collective."""

@@ -9,6 +9,7 @@ engine reports it to them (`flatfsdp.fail_together`), and blocked ranks end thei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flatfsdp import Audit, ShardedGradScaler, Stats
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments
+from flatfsdp.elastic import Survived
+from flatfsdp.trainer.arguments import ElasticArguments, FSDPArguments, Task, TrainingArguments
 from flatfsdp.trainer.data_loading import Loader, Microbatch, Step, evaluation
 from flatfsdp.trainer.data_loading.sample_reader import Collate
-from flatfsdp.trainer.gradients import evaluate
+from flatfsdp.trainer.gradients import add_gradients, evaluate
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives import Objective
 from flatfsdp.trainer.preemption import REQUESTED, StopRequest
@@ -143,6 +145,7 @@ class TrainingResult:
         checkpoint: the last saved one, by this run or the one that it resumed from.
         footprint: this rank's bytes.
         communication: kind of collective to (calls, bytes) of this rank in one of its steps.
+        survived: the losses of ranks that the run has survived, with numbers of steps from 1.
     """
 
     steps: int
@@ -157,6 +160,7 @@ class TrainingResult:
     ended_by: str = ""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     communication: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    survived: Sequence[Survived] = ()
 
     @property
     def exit_code(self) -> int:
@@ -212,6 +216,7 @@ class Run:
         task: the model and its data.
         training: the settings of training.
         fsdp: the settings of sharding.
+        elastic: the settings for lost ranks.
         callbacks: in the order in which they are called.
         world: the position of this rank.
         size: the size of the model.
@@ -236,6 +241,7 @@ class Run:
     task: Task
     training: TrainingArguments
     fsdp: FSDPArguments
+    elastic: ElasticArguments
     callbacks: Sequence[Any]
     world: RankContext
     size: ModelSize
@@ -339,6 +345,31 @@ class Run:
         """Save, unless there is a complete checkpoint of the last step, including its metrics."""
         if self.checkpoints.complete_at < self.progress.step:
             self.save()
+
+    def begin_audit(self) -> None:
+        """Make an audit of the model, if the settings ask for one."""
+        if self.training.audit_every is not None:
+            self.audit = Audit(self.model, self._run_again, every=self.training.audit_every)
+
+    def _run_again(self, number: int) -> None:
+        """Compute a microbatch of any rank of the running step."""
+        assert self.running is not None
+        step = self.loader.read(self.running, number)
+        add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=self.step_seed)
+
+    def leave_ranks(self) -> None:
+        """End what refers to the present ranks: some are lost, and the model is about to move to the others."""
+        with suppress(RuntimeError):  # of samples that were on their way
+            self.loader.close()
+        if self.audit is not None:
+            self.audit.remove()
+            self.audit = None
+        self.checkpoints.abandon()
+
+    def follow_ranks(self) -> None:
+        """Go on with the ranks that are there now. Collective."""
+        self.world = RankContext.join(self.training.device)
+        self.checkpoints.agree(self.ranks)
 
     def call(self, event: str, *values: Any) -> None:
         """Call the method `event` of all callbacks.

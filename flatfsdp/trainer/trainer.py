@@ -22,7 +22,7 @@ import torch
 import flatfsdp
 from flatfsdp import ShardedGradScaler, checkpoint
 from flatfsdp.errors import ConfigValueError
-from flatfsdp.trainer.arguments import FSDPArguments, Task, TrainingArguments, check_run
+from flatfsdp.trainer.arguments import ElasticArguments, FSDPArguments, Task, TrainingArguments, check_run
 from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader
 from flatfsdp.trainer.fused_loss import fused
@@ -61,6 +61,7 @@ class Trainer(Run):
     Args:
         task: model, data, and their objective, collation and tokenizer.
         training, fsdp: how to train and how to shard.
+        elastic: whether the others go on when a rank is lost, and how.
         callbacks: called in this order; the same number, of the same kinds, on every rank. A `ProgressBar` precedes
             them, unless there is one, or `training.progress` is off; so do those that `training` names.
 
@@ -73,11 +74,13 @@ class Trainer(Run):
         task: Task,
         training: TrainingArguments | None = None,
         fsdp: FSDPArguments | None = None,
+        elastic: ElasticArguments | None = None,
         *,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         training = TrainingArguments() if training is None else training
         fsdp = FSDPArguments() if fsdp is None else fsdp
+        elastic = ElasticArguments() if elastic is None else elastic
         callbacks = (*callbacks_of(training), *callbacks)
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
         callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
@@ -85,7 +88,7 @@ class Trainer(Run):
         self._asked_output = training.output
         training = with_folder(training)
         with flatfsdp.fail_together("making the trainer"):
-            check_run(training, task, fsdp)
+            check_run(training, task, fsdp, elastic)
             check_options(task)
             if fsdp.deterministic_sums and "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(1)  # fewer ranks have more otherwise, and with them other bits
@@ -123,17 +126,15 @@ class Trainer(Run):
                 )
                 adapters = SavedAdapters(without_base if again else None, base if again else "", gather)
             super().__init__(
-                task=task, training=training, fsdp=fsdp, callbacks=callbacks, world=world, size=size, model=model,
-                objective=objective, optimizer=optimizer, scaler=scaler, scheduler=scheduler, loader=loader,
-                evaluation=Evaluation(eval_data, collate), progress=progress,
+                task=task, training=training, fsdp=fsdp, elastic=elastic, callbacks=callbacks, world=world, size=size,
+                model=model, objective=objective, optimizer=optimizer, scaler=scaler, scheduler=scheduler,
+                loader=loader, evaluation=Evaluation(eval_data, collate), progress=progress,
                 checkpoints=RunCheckpoints(_manager(training), components, files, adapters),
             )  # fmt: skip
-            if training.audit_every is not None:
-                if not loader.reads_by_number:
-                    training.refuse(
-                        "audit_every", "samples of an iterable dataset cannot be read again by another rank"
-                    )
-                self.audit = flatfsdp.Audit(model, self._run_again, every=training.audit_every)
+            if training.audit_every is not None and not loader.reads_by_number:
+                training.refuse("audit_every", "samples of an iterable dataset cannot be read again by another rank")
+            if not elastic.enabled:  # otherwise it begins anew with other ranks
+                self.begin_audit()
             # A checkpoint of adapters has no base.
             if isinstance(pretrained, Pretrained) and (is_adapted(model) or not self._finds_checkpoint()):
                 pretrained.load_into(model)
@@ -154,7 +155,9 @@ class Trainer(Run):
                 training data, or no known end for the schedule of the learning rate.
         """
         looking = flatfsdp.detect_nonfinite(self.model) if self.training.detect_nonfinite else nullcontext()
-        with flatfsdp.fail_together("training") as self.report:
+        # A rank that fails is lost to the others otherwise: they do not fail with it.
+        together = flatfsdp.fail_together("training") if not self.elastic.enabled else nullcontext(lambda error: None)
+        with together as self.report:
             here = (node(), os.getpid())
             peers = [pid for where, pid in self.ranks.values(here) if where == here[0] and pid != here[1]]
             with self.stop.handling_signals(peers), looking:
@@ -168,11 +171,6 @@ class Trainer(Run):
                 self.call("on_begin")
                 loop = Loop(self)
                 loop.run()
-                if self.training.eval_at_end and not loop.stopped_by:
-                    loop.stopped_by = self.evaluate_once()
-                if self.training.save_at_end or loop.stopped_by:
-                    self.save_once()
-                self.checkpoints.manager.finish()
             self.loader.close()
             result = loop.result()
             self.call("on_end", result)
@@ -206,12 +204,6 @@ class Trainer(Run):
             # The loader's global batch is the checkpoint's now, and this run may be longer than the one that saved it.
             self.scheduler.follow(steps=self.planned_steps(), done=self.time_over)
         self.checkpoints.complete_at = self.progress.step
-
-    def _run_again(self, number: int) -> None:
-        """Compute a microbatch of any rank of the running step."""
-        assert self.running is not None
-        step = self.loader.read(self.running, number)
-        add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=self.step_seed)
 
     def _finds_checkpoint(self) -> bool:
         given = self.training.resume

@@ -45,7 +45,7 @@ def test_only_connections_that_another_rank_has_published_end(
     found = connections.open_connections()
     assert {view(each) for pair in pairs for each in pair} <= found.keys()
     theirs = [Connection(*map(tuple, view(each))) for each in (other, server)]  # type: ignore[arg-type]
-    assert connections.sever({3: theirs}, keep=[server.getsockname()[1]]) == 1
+    assert connections.sever([theirs], keep=[server.getsockname()[1]]) == 1
     assert not is_open(one) and not is_open(other)
     assert is_open(kept) and is_open(far) and is_open(store) and is_open(server)
 
@@ -53,7 +53,7 @@ def test_only_connections_that_another_rank_has_published_end(
 def test_a_wait_on_a_severed_connection_ends(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     one, other = pairs[0]
     one.settimeout(30)
-    assert connections.sever({1: [view(other)]}) == 1
+    assert connections.sever([[view(other)]]) == 1
     assert one.recv(1) == b""
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatfsdp.elastic import keeper as keepers
-from flatfsdp.elastic.keeper import Keeper, Rebuilt, check_losses
+from flatfsdp.elastic.keeper import Keeper, Rebuilt, check_losses, kept_bytes
 from flatfsdp.elastic.snapshot import Block
 from flatfsdp.errors import LostRankError
 
@@ -167,3 +167,12 @@ def test_two_losses_in_one_group_are_an_error() -> None:
     check_losses([(0, 2), (1, 3)], [0, 3])
     with pytest.raises(LostRankError, match=r"ranks 1, 3 are lost at once.*the group of ranks 1, 3 can lose one"):
         check_losses([(0, 2), (1, 3)], [3, 1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_memory_of_a_rank_is_that_of_the_formula(ranks: int) -> None:
+    size, group = 64 * 240, [Keeper(range(ranks), rank) for rank in range(ranks)]
+    for number in (1, 2):
+        refresh(group, number, [bytes(size)] * ranks, [b""] * ranks)
+    versions = [group[0].version(number) for number in (1, 2)]
+    assert kept_bytes(size, ranks=ranks, group=5) == sum(each.block.nbytes + each.parity.numel() for each in versions)

@@ -48,7 +48,9 @@ ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 assert len(ROW_OF) == sum(len(names.split()) for names in ROWS), "a file has one row"
 ENTRIES = 20  # in flatfsdp/ at most
 PROGRAMS = frozenset(ROWS[-1].split())  # user-level code: public names only, and imports of each other
-PUBLIC_MODULES = frozenset({"flatfsdp", "flatfsdp.checkpoint", "flatfsdp.wrap", "flatfsdp.errors", "flatfsdp.messages"})
+PUBLIC_MODULES = frozenset(
+    f"flatfsdp{each}" for each in ("", ".checkpoint", ".elastic", ".wrap", ".errors", ".messages")
+)
 
 # The seams: code that stands in one place, and the place (names in ROWS, and files of the engine).
 DISTRIBUTED = PROGRAMS | {

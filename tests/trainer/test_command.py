@@ -17,7 +17,7 @@ from torch.multiprocessing import ProcessRaisedException
 from flatfsdp import train
 from flatfsdp.errors import ConfigTypeError, FlatFSDPWarning
 from flatfsdp.trainer import FSDPArguments
-from flatfsdp.trainer.settings.command_line import flag_of, in_flags
+from flatfsdp.trainer.settings.command_line import flag_of, in_flags, key_of
 from flatfsdp.trainer.settings.usual_names import USUAL_NAMES
 from flatfsdp.trainer.state.run_folder import with_folder
 
@@ -30,7 +30,7 @@ OWN = "--model flatfsdp.examples.own_model:make_model --train-data flatfsdp.exam
 def no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(train, "run", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train, "run", lambda *_, **__: pytest.fail("ranks were started"))
 
 
 def test_a_dry_run_plans_for_any_number_of_ranks(
@@ -47,6 +47,13 @@ def test_a_dry_run_plans_for_any_number_of_ranks(
     assert train.main([*OWN, *options, "--front", "fully_shard"]) == 0
     shown = capsys.readouterr().out
     assert "each unit: FULL_SHARD, 64 x 1, float32 in rows" in shown
+    assert "for lost ranks" not in shown
+    assert train.main([*OWN, *options, "--elastic", "--elastic-group", "3"]) == 0
+    shown = capsys.readouterr().out
+    (between,) = re.findall(r"^total, without activations +([\d.]+) KiB", shown, re.MULTILINE)
+    (kept,) = re.findall(r"^for lost ranks, on the host +([\d.]+) KiB", shown, re.MULTILINE)
+    assert float(kept) == pytest.approx(3 * float(between), rel=0.01)  # two copies, and twice a half of those of others
+    assert re.search(rf"^for lost ranks, state +{between} KiB", shown, re.MULTILINE)
 
 
 def test_a_plan_for_accelerators_that_are_not_there_includes_activations(
@@ -112,6 +119,12 @@ def test_advice_compares_ways_to_shard_the_model(
         ("--activations", "argument --activations: got True, but it applies only with --dry-run and --advise"),
         ("--dry-run --activations", "argument --activations: got True, but what CPUs allocate for them is not known."),
         ("--dry-run --world-size 2 --device nosuch", "argument --device: torch knows no 'nosuch' devices"),
+        ("--elastic-group 3", "argument --elastic-group: got 3, but it applies only with --elastic"),
+        (
+            "--elastic --elastic-group 1",
+            "argument --elastic-group: got '1'. Input should be greater than or equal to 2.",
+        ),
+        ("--elastic --detect-nonfinite", "argument --detect-nonfinite: got True, but with it, the others cannot go on"),
         ("--advise --dry-run", "argument --advise: got True, but it cannot be combined with --dry-run"),
         ("--model a:b", "argument --model: got 'a:b', but --train-data is not given"),
         ("--model os:path --train-data os:path", "argument --model: os:path gives a module. Accepted: a torch.nn"),
@@ -160,6 +173,7 @@ def test_names_of_other_trainers_lead_to_settings() -> None:
     [
         ("lora: PEFT rejects it", "argument --lora: PEFT rejects it"),
         ("TrainingArguments.min_lr: got 1", "argument --min-lr: got 1"),
+        ("ElasticArguments.every: got 0", "argument --elastic-every: got 0"),
         ("it is full; pass overwrite=True: then", "it is full; pass --overwrite: then"),
         ("pass resume='a/b-1': set global_batch=2", "pass --resume a/b-1: set --global-batch 2"),
         ("set steps= or epochs=; batch= is 3.", "set --steps or --epochs; --batch is 3."),
@@ -232,7 +246,8 @@ def test_help_has_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--steps", "3", "--help", "all"])
     every = set(re.findall(r"^  (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)) - {"--config"}
-    assert every == {flag_of(name) for each in train.groups().values() for name in vars(each)}
+    assert every == {flag_of(key_of(type(each), name)) for each in train.groups().values() for name in vars(each)}
+    assert {"--elastic", "--elastic-every"} <= every
 
 
 @pytest.mark.parametrize(

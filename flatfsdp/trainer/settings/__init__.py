@@ -56,9 +56,15 @@ class Settings(metaclass=_OneLineErrors):
 
     None may be written "none". Derived classes refuse contradictory values in their `__post_init__`.
 
+    Attributes:
+        of_flags: what flags begin with, where the names of fields alone would not be understood; that of the field
+            `enabled` consists of it.
+
     Raises:
         ConfigTypeError, ConfigValueError: at construction, naming the field, the value and the accepted values.
     """
+
+    of_flags = ""  # no field
 
     @field_validator("*", mode="wrap")
     @classmethod

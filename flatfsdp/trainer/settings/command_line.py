@@ -59,7 +59,8 @@ class Parser(argparse.ArgumentParser):
             flags = self.add_argument_group(group, title)
             for name, parts in fields.items():
                 text = self._help(given, name, parts) if name in shown else argparse.SUPPRESS
-                self._flags += flags.add_argument(flag_of(name), help=text, **_form(parts)).option_strings
+                flag = flag_of(key_of(type(given), name))
+                self._flags += flags.add_argument(flag, help=text, **_form(parts)).option_strings
 
     def error(self, message: str) -> NoReturn:
         """Print `message` as one line on stderr and exit with code 2."""
@@ -117,23 +118,29 @@ class Parser(argparse.ArgumentParser):
             raise ConfigTypeError(f"{path}: {group}: got {shown(table)}. Accepted: a table of settings.")
         cls, values = type(self.groups[group]), {**vars(self.groups[group]), **table}
         self._check_names(table, fields_of(cls), f"{path}: {group}: unknown setting")
-        for name in fields_of(cls).keys() & flags:
-            before, given = values[name] or (), flags[name]
+        set_by_flags = {name: flags[key] for name in fields_of(cls) if (key := key_of(cls, name)) in flags}
+        for name, given in set_by_flags.items():
+            before = values[name] or ()
             before = before if isinstance(before, (list, tuple)) else [before]
             both = [*before, *given] if isinstance(given, list) else [given]
             values[name] = both if both[1:] else both[0]
 
         def spelled(_: type, name: str) -> tuple[str, str]:
-            from_file = name in table and name not in flags
-            return (f"{path}: ", f"{group}.{name}") if from_file else ("argument ", flag_of(name))
+            from_file = name in table and name not in set_by_flags
+            return (f"{path}: ", f"{group}.{name}") if from_file else ("argument ", flag_of(key_of(cls, name)))
 
         context = copy_context()
         context.run(spelling.set, spelled)
         return context.run(cls, **values)
 
 
+def key_of(cls: type[Settings], name: str) -> str:
+    """The name of a field among those of all tables."""
+    return cls.of_flags if cls.of_flags and name == "enabled" else f"{cls.of_flags}_{name}".lstrip("_")
+
+
 def flag_of(name: str) -> str:
-    """The command-line option of a field."""
+    """The command-line option of a field, by its name among those of all tables."""
     return "--" + name.replace("_", "-")
 
 
@@ -142,7 +149,10 @@ def in_flags(message: str, groups: Iterable[type[Settings]]) -> str:
 
     Messages write a setting whose name is one word as in a call, `steps=`, to distinguish it from that word.
     """
-    names = "|".join(dict.fromkeys(name for group in groups for name in fields_of(group)))
+    keys = {(group.__name__, name): key_of(group, name) for group in groups for name in fields_of(group)}
+    other = {f"{cls}.{name}: ": f"{key}: " for (cls, name), key in keys.items() if name != key}
+    message = re.sub(r"^\w+\.\w+: ", lambda found: other.get(found[0], found[0]), message)
+    names = "|".join(dict.fromkeys(keys.values()))
     several = "|".join(name for name in names.split("|") if "_" in name)
     message = re.sub(rf"^(?:\w+\.)?({names}): ", lambda found: f"argument {flag_of(found[1])}: ", message)
     message = re.sub(rf"(?<![\w'\".-])({names})=('[^']*'|\"[^\"]*\"|[\w.]*\w|)", _as_flag, message)

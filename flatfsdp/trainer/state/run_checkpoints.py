@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from flatfsdp.trainer.process_group import TrainerRanks
 from flatfsdp.trainer.state.checkpoints import CheckpointManager, SaveResult
 from flatfsdp.trainer.state.components import Component
 
@@ -40,6 +41,7 @@ class RunCheckpoints:
             the adapters and returns one that writes them as files; None for the whole model.
         last: the last saved one, or the one that the run resumes from; None for none.
         complete_at: the step of a checkpoint that includes all metrics of that step; -1 for none.
+        broken_off: whether one that was being saved when ranks were lost is not there.
     """
 
     manager: CheckpointManager
@@ -48,6 +50,7 @@ class RunCheckpoints:
     adapters: SavedAdapters | None = None
     last: Path | None = None
     complete_at: int = -1
+    broken_off: bool = False
 
     @property
     def goes_on(self) -> bool:
@@ -67,8 +70,20 @@ class RunCheckpoints:
             step, model=model, optimizer=optimizer, components=self.components, metrics=metrics, files=files,
             names=names, base=base,
         )  # fmt: skip
-        self.last, self.complete_at = saved.path, step
+        self.last, self.complete_at, self.broken_off = saved.path, step, False
         return saved
+
+    def abandon(self) -> None:
+        """Wait until a save in the background has ended, on a rank that others have left."""
+        try:
+            self.manager.finish()
+        except RuntimeError:
+            self.broken_off = True
+
+    def agree(self, ranks: TrainerRanks) -> None:
+        """Let all ranks know whether such a save failed on some. Collective."""
+        if any(ranks.values(self.broken_off)):
+            self.broken_off, self.complete_at = True, -1
 
     def load(self, path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
         """Load a checkpoint that the manager has found; the caller sets `complete_at`, once it knows the step."""

@@ -54,8 +54,12 @@ class TensorBoard(_Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         path = trainer.output / self._folder
+        if self._writer is not None:
+            self._writer.close()
         self._writer = SummaryWriter(str(path), purge_step=trainer.progress.step + 1)
         trainer.written["tensorboard"] = path
+
+    on_other_ranks = on_begin
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -89,11 +93,17 @@ class WeightsAndBiases(_Tracker):
         self._run: Any = None
 
     def on_begin(self, trainer: Run) -> None:
-        if not trainer.world.leads:
+        self._open(trainer, goes_on=not trainer.begins)
+
+    def on_other_ranks(self, trainer: Run) -> None:
+        self._open(trainer, goes_on=True)
+
+    def _open(self, trainer: Run, *, goes_on: bool) -> None:
+        if not trainer.world.leads or self._run is not None:
             return
         wandb = library("wandb", wanted_by="callback wandb")
         path: Path = trainer.output / self.ID
-        known = path.read_text().strip() if path.is_file() and not trainer.begins else None
+        known = path.read_text().strip() if path.is_file() and goes_on else None
         self._run = wandb.init(
             dir=str(trainer.output), id=known, resume="allow", config=_config(trainer), **self._options
         )
