@@ -196,7 +196,8 @@ class Loop:
             trainer.scaler.unscale_(trainer.optimizer)
             grad_norm = trainer.model.clip_grad_norm_(trainer.training.clip)
         lr = trainer.optimizer.param_groups[0]["lr"]
-        self._failure = trainer.attempt("the step of its optimizer and scheduler", self._update)
+        failure = trainer.attempt("the step of its optimizer and scheduler", self._update)
+        self._failure = self._failure or failure
         trainer.progress.step += 1
         metrics = MetricsReduction(
             loss,
