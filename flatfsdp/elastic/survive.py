@@ -60,7 +60,7 @@ from .rebuilding import brought
 from .replicas import Alike, check_alike
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
-CONNECTED = 5.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
+CONNECTED = 30.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
 
 
 def survive(
