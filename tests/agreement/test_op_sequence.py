@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
-from flatfsdp.engine.agreement import op_sequence
+from flatfsdp.engine.agreement import collective_calls, op_sequence
 from flatfsdp.engine.agreement.op_sequence import OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
@@ -19,7 +19,8 @@ from flatfsdp.engine.agreement.turns import ModelOrder
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.watchdog.store import StoreClient
-from flatfsdp.errors import AgreementError
+from flatfsdp.engine.watchdog.watchdog import Watchdog
+from flatfsdp.errors import AgreementError, LostRankError
 
 pytestmark = pytest.mark.unit
 
@@ -127,3 +128,20 @@ def test_nobody_is_asked_with_fake_process_groups() -> None:
     with patch.object(sequence.unused, "reserve") as reserve:
         assert [sequence.end_backward(Op(1, "ended"), 0b11) for _ in RANKS] == [0b11, 0b11]
     assert not reserve.called
+
+
+def test_a_call_that_begins_after_the_watch_was_abandoned_fails_at_once() -> None:
+    """A rank that was lost before the first forward: the others met there, and waited until they counted as lost."""
+    watch = Watchdog(StoreClient(dist.HashStore()), rank=0, world=2)
+    watch.abandon(LostRankError("rank 1 is lost"))
+    with (
+        patch.object(collective_calls, "current_watch", lambda: watch),
+        patch.object(collective_calls, "PATIENCE", 0.5),
+        patch.object(collective_calls, "READING", 0.1),
+        patch.object(dist, "get_backend_config", lambda group: "gloo"),
+        patch.object(dist, "get_rank", lambda: 0),
+    ):
+        for _ in range(2):  # nor does the one after it complete
+            with pytest.raises(LostRankError, match="rank 1 is lost"):
+                collective_calls.meet(None, RANKS, "compares its model")
+    watch.close()

@@ -58,7 +58,7 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
     prefix = f"call/{scope}/{_made[scope]}"
     call += issued and f"{_AFTER}{issued}"
     come(notes, prefix, call, len(ranks))
-    before = watch.failure
+    before = None if watch.abandoned else watch.failure  # one that the program caught ends no later call
     verdict = notes.wait(lambda: watch.failure is not before or notes.read(f"{prefix}/verdict"), PATIENCE)
     if watch.failure is not None and watch.failure is not before:
         # Surviving ranks may not have reached this call: it is not counted.

@@ -82,7 +82,11 @@ class Wake:
 
 
 class Watchdog:
-    """The thread of one default process group, and the models that it watches."""
+    """The thread of one default process group, and the models that it watches.
+
+    Attributes:
+        abandoned: whether no wait for other ranks can complete any more, also one that has yet to begin.
+    """
 
     def __init__(self, store: StoreClient, *, rank: int, world: int, time_limit: float = math.inf) -> None:
         """`time_limit`: the process group's timeout in seconds."""
@@ -105,6 +109,7 @@ class Watchdog:
         # Set while the main thread, after a lost connection, waits until the first is true; and the poll's purpose.
         self._requested_poll: tuple[Callable[[], Any], reports.Purpose] | None = None
         self._lost: AgreementError | None = None  # the error for the main thread to raise
+        self.abandoned = False
         self._timekeeper = Timekeeper(store, period=self._period, patience=MISSED, judge=self._judge_without_store)
         atexit.register(close_watch, weakref.ref(self))
         self._timekeeper.start(self._runs)
@@ -213,7 +218,7 @@ class Watchdog:
     def abandon(self, error: AgreementError) -> None:
         """Let everything that waits for other ranks, or will, raise `error`. Called from any thread, by code that
         breaks connections itself: nothing is printed, and the process goes on."""
-        self._lost = error
+        self._lost, self.abandoned = error, True
         for each in list(self._local.watched):
             each.fail(error, None)
         self._wake.set()
