@@ -56,7 +56,7 @@ def open_connections() -> dict[Connection, int]:
         with _socket(descriptor) as each:
             if each is not None:
                 with contextlib.suppress(OSError):  # listens, or is not connected
-                    found[Connection(each.getsockname()[:2], each.getpeername()[:2])] = descriptor
+                    found[_seen_from(each)] = descriptor
     return found
 
 
@@ -87,10 +87,15 @@ def shut(those: Collection[Connection]) -> int:
     for connection, descriptor in open_connections().items() if those else ():
         if connection in those:
             with _socket(descriptor) as each, contextlib.suppress(OSError):
-                if each is not None:
+                # Another thread may have closed it since, and opened another one with the same descriptor.
+                if each is not None and _seen_from(each) == connection:
                     each.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
+
+
+def _seen_from(each: socket.socket) -> Connection:
+    return Connection(each.getsockname()[:2], each.getpeername()[:2])
 
 
 @contextlib.contextmanager

@@ -57,6 +57,15 @@ def test_a_wait_on_a_severed_connection_ends(pairs: list[tuple[socket.socket, so
     assert one.recv(1) == b""
 
 
+def test_a_connection_that_has_the_descriptor_of_a_closed_one_stays(
+    pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, _), (later, _), _ = pairs
+    monkeypatch.setattr(connections, "open_connections", lambda: {view(one): later.fileno()})
+    assert connections.shut({view(one)}) == 0
+    assert is_open(later)
+
+
 def test_listening_ports(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     ports = connections.listening_ports()
     for _, accepted in pairs:
