@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import uuid
 from typing import Any
 
@@ -26,6 +28,10 @@ def checked(model: nn.Module) -> Replicas:
         UsageError: the model, or the job, cannot outlive a loss. On all ranks.
     """
     require_process_group("survive()")
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(
+            f"survive(): ranks leave their state in files of Linux without a name, but this is {sys.platform}"
+        )
     units = units_in(model)
     if not units or check_outermost(units[-1], "survive()").outermost is not units[-1]:
         raise UsageError("survive(): model: expected a sharded model, found no sharded module in it")

@@ -23,12 +23,15 @@ CPU = torch.device("cpu")
 class ParityRanks:
     """`keeper.Group` over two process groups: of the members of a parity group, and of all ranks."""
 
-    def __init__(self, members: Sequence[int], joining: Callable[[], Collection[int]] = tuple) -> None:
-        """Create both groups, over gloo. Collective over the default group. `joining`: the processes that are
-        connected to this one to join the job."""
+    def __init__(self, joining: Callable[[], Collection[int]] = tuple) -> None:
+        """Create the group of all ranks, over gloo. Collective over the default group. `joining`: the processes that
+        are connected to this one to join the job."""
         self._joining = joining
         world = tuple(range(dist.get_world_size()))
         self._all = _transport(new_group(world, "keeps the state of other ranks", backend="gloo"))
+
+    def divide(self, members: Sequence[int]) -> None:
+        """Create the parity group of `members`, over gloo. Collective over them."""
         self._group = _transport(new_group(tuple(members), "keeps the state of its parity group", backend="gloo"))
         self._stream = self._group.device.new_stream("parity")
 

@@ -190,8 +190,13 @@ def _of_optimizer(
                     f"where the stepped tensor here has {param.shape}: only states of the parameter's shape can be cut "
                     "for other ranks"
                 )
-            others[name] = Value(value_of(value), is_tensor and value.device.type != "cpu")
+            others[name] = value_in(value)
         values[param.name] = others
+
+
+def value_in(state: Any) -> Value:
+    """A copy of a state that has not the shape of its parameter."""
+    return Value(value_of(state), isinstance(state, torch.Tensor) and state.device.type != "cpu")
 
 
 def is_shaped(param: OptimizedParam, name: str, value: object) -> bool:

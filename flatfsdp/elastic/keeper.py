@@ -2,25 +2,32 @@
 
 [Note: two versions] A *version* is the state of all ranks after one step, as each has copied it (`Block`), with the
 parity of each group over these copies. Each rank has memory for two: one that is complete, and one that is being made.
-Ranks go back to one version, which all survivors have complete. So the memory of a version is used again only when a
-later one is complete on *all* ranks: each refresh ends in a small all-reduce over all of them.
+Ranks go back to one version, which all survivors have complete, and which is whole in the blocks of the lost ranks of
+their machines. So the memory of a version is used again only when a later one is complete on *all* ranks: each refresh
+ends in a small all-reduce over all of them. At any time one version is complete on all: a rank that looks for it sees
+that one in the blocks of others, too, since none begins the second next before this rank has completed the next.
 
 A parity is made in *rounds*, which limit the memory for what arrives: in each, members of a group exchange at most
 `ROUND` bytes with each other, and add them up.
 
-Per rank, for a block of n bytes in a group of g: memory 2 n + 2 n / (g - 1), and 2 (g - 1) `ROUND` during a refresh;
-per refresh a copy of n bytes, n bytes sent, and n received. [Note: parity]
+Per rank, for a block of n bytes:
+
+- on one machine: memory 2 n; per refresh a copy of n bytes, and nothing is sent;
+- on several, in a group of g: 2 n / (g - 1) more memory, and 2 (g - 1) `ROUND` during a refresh; per refresh n bytes
+  sent, and n received, too. [Note: parity]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..errors import InternalError, LostRankError, ranks_in_words
+from .machines import lost_with_machine
 from .parity import Parity, parity_groups
 from .snapshot import Block
 
@@ -52,16 +59,16 @@ class Version:
     """One version on this rank. [Note: two versions]
 
     Attributes:
-        number: of the step after which it was taken; -1 as long as there is none.
         block: this rank's copy.
+        number: of the step after which it was taken.
         parity: what this rank keeps of the others; longer than needed.
         sizes: the sizes of each member's block.
         complete: whether parity and sizes are those of the block.
     """
 
     block: Block
-    parity: torch.Tensor
-    number: int = -1
+    number: int = 0
+    parity: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     sizes: tuple[Sizes, ...] = ()
     complete: bool = False
 
@@ -84,12 +91,21 @@ class Keeper:
 
     Attributes:
         members: the ranks of its group, in order; `place` is its own.
+        left: the two blocks of each other rank of this machine, by rank.
     """
 
-    def __init__(self, members: Sequence[int], rank: int) -> None:
+    def __init__(
+        self,
+        members: Sequence[int],
+        rank: int,
+        blocks: Sequence[Block],
+        left: Mapping[int, Sequence[Block]] = MappingProxyType({}),
+    ) -> None:
+        """`blocks`: memory for two."""
         self.members = tuple(members)
         self.place = self.members.index(rank)
-        self._versions = [Version(Block(), torch.empty(0, dtype=torch.uint8)) for _ in range(2)]
+        self.left = left
+        self._versions = [Version(block) for block in blocks]
 
     def begin(self, number: int, take: Callable[[Block], None]) -> Version:
         """Let `take` fill the block of a new version, in the memory of the older one. No communication.
@@ -98,37 +114,42 @@ class Keeper:
         """
         oldest = min(self._versions, key=lambda each: (each.complete, each.number))
         oldest.complete, oldest.number = False, number
+        oldest.block.take_back()
         take(oldest.block)
+        oldest.block.set_whole(number)
         return oldest
 
     def complete(self, version: Version, group: Group) -> bool:
         """Make the parity of `version`; returns whether processes wait to join. Collective over all ranks; may run in a
         thread of its own."""
-        block = version.block
-        found = group.meet((version.number, block.state, block.tail))
-        if len({number for number, _, _ in found}) > 1:
-            raise InternalError(f"members of a parity group refresh different steps: {found}")
-        version.sizes = tuple(Sizes(state, tail) for _, state, tail in found)
-        if len(self.members) > 1:  # else this rank is alone
+        if len(self.members) > 1:  # else there is one machine
+            block = version.block
+            found = group.meet((version.number, block.state, block.tail))
+            if len({number for number, _, _ in found}) > 1:
+                raise InternalError(f"members of a parity group refresh different steps: {found}")
+            version.sizes = tuple(Sizes(state, tail) for _, state, tail in found)
             _add_up(version, self.place, group)
         version.complete = True
         return group.finish()
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the complete versions, in order."""
-        return sorted(each.number for each in self._versions if each.complete)
+        """The numbers of the versions that are complete here, and whole in the blocks of this machine; in order."""
+        complete = {each.number for each in self._versions if each.complete}
+        for blocks in self.left.values():
+            complete &= {number for block in blocks if (number := block.number) is not None}
+        return sorted(complete)
 
     def version(self, number: int) -> Version:
         """The complete version of that number."""
         return next(each for each in self._versions if each.complete and each.number == number)
 
-    def check(self, lost: Collection[int]) -> None:
-        """
-        Raises:
-            LostRankError: two of the `lost` ranks are in this rank's group, so that nobody has their state.
-        """
-        check_losses([self.members], lost)
+    def blocks_of(self, version: Version, lost: Collection[int]) -> list[Block]:
+        """Those of `version` that lost ranks of this machine have left."""
+        found = [block for rank in lost for block in self.left.get(rank, ()) if block.number == version.number]
+        for block in found:
+            block.map()
+        return found
 
     def parts_to_send(self, version: Version, lost: Collection[int]) -> dict[int, torch.Tensor]:
         """By member, the bytes of this rank's block that it needs to rebuild its part of the block of a lost one."""
@@ -159,31 +180,29 @@ class Keeper:
             torch.bitwise_xor(into, part, out=into)
         return Rebuilt(gone[0], start, data)
 
-    def sizes_of_lost(self, version: Version, lost: Collection[int]) -> dict[int, Sizes]:
-        """The sizes of the blocks of lost members, by rank."""
-        return {rank: version.sizes[place] for place, rank in enumerate(self.members) if rank in lost}
 
-
-def kept_bytes(state: int, *, ranks: int, group: int) -> int:
+def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:
     """The bytes of host memory that `survive` takes on a rank with so many bytes of state, with that argument `group`,
-    in a job of so many ranks: two copies of its state, and two parities of others'. Making a parity, it sends `state`
-    bytes. Replicas have no parity."""
-    groups = parity_groups(ranks, group)
+    in a job of so many ranks: two copies of its state, and, on several machines, two parities of others', for which it
+    sends `state` bytes at a refresh. Replicas have no parity."""
+    groups = parity_groups([rank * machines // ranks for rank in range(ranks)], group)
     return 2 * state + sum(-(-2 * state // (len(each) - 1)) for each in groups[:1])
 
 
-def check_losses(groups: Sequence[Sequence[int]], lost: Collection[int]) -> None:
+def check_losses(groups: Sequence[Sequence[int]], nodes: Sequence[int], lost: Collection[int]) -> None:
     """
     Raises:
-        LostRankError: two of the `lost` ranks are in one of `groups`, so that nobody has their state.
+        LostRankError: two of the `lost` ranks are in one of `groups`, and one of them was lost with all ranks of its
+            machine (`nodes`: the machine of each rank), so that nobody has its state.
     """
+    with_machine = lost_with_machine(nodes, lost)
     for members in groups:
         gone = sorted(set(members) & set(lost))
-        if len(gone) > 1:
+        if len(gone) > 1 and with_machine & {*gone}:
             raise LostRankError(
                 f"{ranks_in_words(gone)} are lost at once, and both keep the state of the other: the group of "
-                f"{ranks_in_words(sorted(members))} can lose one rank between two refreshes, and smaller ones more "
-                "between them"
+                f"{ranks_in_words(sorted(members))} can lose one rank with its machine between two refreshes, and "
+                "smaller ones more between them"
             )
 
 

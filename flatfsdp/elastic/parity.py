@@ -1,10 +1,11 @@
 """Which bytes of which ranks are added up where, so that the others have what a lost one had: integers only.
 
-[Note: parity] Ranks are divided into *groups*. Each member of a group of g has a *block*, its state as bytes. A block
-is cut into g - 1 *chunks*, one for each other member, and each member keeps, as its *parity*, the exclusive or of the
-chunks that are its own to keep: one of each other block. So no member keeps anything of its own block, and if one is
-lost, each other member finds the chunk that it keeps of the lost block: its parity without the chunks that the others
-still have. With two members that is a copy. If two members of one group are lost, their bytes are gone.
+[Note: parity] Ranks of different machines are divided into *groups*. Each member of a group of g has a *block*, its
+state as bytes. A block is cut into g - 1 *chunks*, one for each other member, and each member keeps, as its *parity*,
+the exclusive or of the chunks that are its own to keep: one of each other block. So no member keeps anything of its own
+block, and if one is lost, each other member finds the chunk that it keeps of the lost block: its parity without the
+chunks that the others still have. With two members that is a copy. If two members of one group are lost, their bytes
+are gone.
 
 Per rank, with blocks of `n` bytes on all members:
 
@@ -39,11 +40,13 @@ class ByteSpan(NamedTuple):
         return self.stop - self.start
 
 
-def parity_groups(world: int, size: int, nodes: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a job in groups of `size` ranks, or up to `size - 1` more where these do not divide `world`.
+def parity_groups(nodes: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a job in groups of `size` ranks, or up to `size - 1` more where these do not divide the ranks; of
+    one rank of each machine if there are fewer machines.
 
-    `nodes`: the number of each rank's machine. Members of a group are on different machines as far as possible, since a
-    machine loses all its ranks at once. All ranks compute the same groups. A job of one rank has no group.
+    `nodes`: the number of each rank's machine. Members of a group are on different machines, since a machine loses all
+    its ranks at once; where machines have unequally many ranks, as far as possible. All ranks compute the same groups.
+    A job on one machine has none: a lost rank leaves its block. [Note: blocks of a machine]
 
     Raises:
         ConfigValueError: a group of less than two ranks.
@@ -52,16 +55,15 @@ def parity_groups(world: int, size: int, nodes: Sequence[int] | None = None) -> 
         raise ConfigValueError(
             f"parity groups: got {size} ranks. Accepted: at least 2, since others keep a rank's state"
         )
-    if world < 2:
+    world, size = len(nodes), min(size, len(set(nodes)))
+    if size < 2:
         return ()
-    ordered = list(range(world))
-    if nodes is not None:
-        before: dict[int, int] = {}
-        number_on_node = []
-        for node in nodes:
-            number_on_node.append(before.get(node, 0))
-            before[node] = number_on_node[-1] + 1
-        ordered.sort(key=lambda rank: (number_on_node[rank], nodes[rank], rank))
+    before: dict[int, int] = {}
+    number_on_node = []
+    for node in nodes:
+        number_on_node.append(before.get(node, 0))
+        before[node] = number_on_node[-1] + 1
+    ordered = sorted(range(world), key=lambda rank: (number_on_node[rank], nodes[rank], rank))
     count = max(1, world // size)
     ends = [world * number // count for number in range(count + 1)]
     return tuple(tuple(sorted(ordered[ends[number] : ends[number + 1]])) for number in range(count))
@@ -99,22 +101,6 @@ class Parity:
         chunk = keeper if keeper < member else keeper - 1
         size, whole = self.chunk_sizes[member], self.sizes[member]
         return ByteSpan(min(chunk * size, whole), min((chunk + 1) * size, whole))
-
-    def size_at(self, keeper: int) -> int:
-        """The bytes of the parity of `keeper`."""
-        return max(self.kept(member, keeper).size for member in range(self.members) if member != keeper)
-
-    def sent(self, member: int) -> int:
-        """The bytes that `member` sends to the others to make their parities: its block, once."""
-        return self.sizes[member]
-
-    def received(self, keeper: int) -> int:
-        """The bytes that `keeper` receives to make its parity."""
-        return sum(self.kept(member, keeper).size for member in range(self.members) if member != keeper)
-
-    def rebuilt(self, lost: int) -> dict[int, ByteSpan]:
-        """The bytes of the block of `lost` that each other member rebuilds. They cover the block, each byte once."""
-        return {keeper: self.kept(lost, keeper) for keeper in range(self.members) if keeper != lost}
 
     def needed(self, lost: int, keeper: int) -> dict[int, ByteSpan]:
         """The bytes of other survivors' blocks that `keeper` needs to rebuild its part of the block of `lost`: not more

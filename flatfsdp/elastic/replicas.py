@@ -90,7 +90,8 @@ class Replicas:
 def check_alike(alike: Alike, lost: Collection[int]) -> None:
     """
     Raises:
-        LostRankError: all ranks that hold alike are in `lost`, so that nobody has their state.
+        LostRankError: all ranks that hold alike are in `lost`, each with all ranks of its machine, so that nobody has
+            their state.
     """
     for members in alike:
         if {*members} <= {*lost}:

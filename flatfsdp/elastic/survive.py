@@ -2,10 +2,11 @@
 
 [Note: survival] A loss ends the step on all survivors, wherever they are in it: the watch of each breaks the
 connections to the others, and lets everything that waits for them raise. The `with` of the step swallows that.
-Survivors agree on who goes on and on the last version that all of them have complete ([Note: epochs], [Note:
-versions]), make process groups anew, rebuild what the lost ones had ([Note: parity]), and the model moves to the ranks
-that are left, and to those that join ([Note: joining]). The same step is handed out again. Another loss in the meantime
-begins that anew, from the same version: it is dropped only when the next one is complete in the new epoch.
+Survivors agree on who goes on and on the last version that all of them have complete ([Note: epochs], [Note: two
+versions]), make process groups anew, read what the lost ones have left ([Note: blocks of a machine]) or rebuild it
+([Note: parity]), and the model moves to the ranks that are left, and to those that join ([Note: joining]). The same
+step is handed out again. Another loss in the meantime begins that anew, from the same version: it is dropped only when
+the next one is complete in the new epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from ..checkpoint.saving import latest
 from ..engine.agreement.collective_calls import forget_calls
 from ..engine.agreement.process_groups import Connecting, with_time_limit
 from ..engine.base import _torch
-from ..engine.base.plain_data import encode
 from ..engine.cpu.exchange import give_up_all
 from ..engine.models.rest import abandon
 from ..engine.models.walks import units_in
@@ -50,14 +50,11 @@ from .api import regroup
 from .beginning import base_of, checked, own_host
 from .connections import Connection
 from .exchange import ParityRanks
-from .holding import Holding
+from .inventory import Inventory
 from .job import Job
-from .keeper import Keeper, check_losses
 from .neighbors import Neighbors
 from .own_state import Stateful
-from .parity import parity_groups
-from .rebuilding import brought
-from .replicas import Alike, check_alike
+from .rebuilding import Kept, brought
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
 CONNECTED = 30.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
@@ -81,8 +78,9 @@ def survive(
             with step:
                 train(step.number)
 
-    Each rank keeps copies of its own state in host memory, and a parity of that of others ([Note: parity]), refreshed
-    after a step. When a rank is lost (killed, by an exception, with its connections, or without a sign of life for
+    Each rank keeps copies of its own state in host memory, which others of its machine can read when it has ended
+    ([Note: blocks of a machine]), and a parity of that of ranks on other machines ([Note: parity]), refreshed after a
+    step. When a rank is lost (killed, by an exception, with its connections, or without a sign of life for
     `lost_after` seconds), the `with` of all others swallows the errors that follow. They make the process groups anew,
     go back to the last copy, rebuild the state of the lost rank, divide it among them, and the loop hands out the step
     after that copy again. Get the rank and the number of ranks from `torch.distributed` in each step, and deal out the
@@ -99,9 +97,9 @@ def survive(
         state: what else goes back with them: objects with ``state_dict()``, of plain data and tensors, and
             ``load_state_dict()``. Random numbers of Python, torch and numpy are included.
         every: steps from one refresh to the next; so many are taken again after a loss at most.
-        group: ranks that keep one another's state, two at least. Larger groups need less memory for the parity (an
-            (n - 1)-th of the state for n ranks), and can lose one rank between two refreshes, as any. Where there are
-            several replicas, these keep one another's state instead.
+        group: ranks of different machines that keep one another's state, two at least, and all machines at most. Larger
+            groups need less memory for the parity (an (n - 1)-th of the state for n ranks), and can lose one machine
+            between two refreshes, as any. Where there are several replicas, these keep one another's state instead.
         least_ranks: with fewer ranks, which the model may not fit on, the job ends.
         lost_after: seconds without a sign of life after which a rank counts as lost; after a loss also the seconds in
             which the others have to leave their step. It is fenced then: when it goes on, it raises `FencedError` in
@@ -116,8 +114,8 @@ def survive(
         ConfigTypeError, ConfigValueError: an argument is not accepted.
         UsageError: a rank serves the store of the process group, so that its loss would be that of the job; or the
             model is not sharded over all ranks.
-        LostRankError: on all survivors, with the name of the last checkpoint: two ranks of one group are lost, or all
-            that had some shard, or too few are left.
+        LostRankError: on all survivors, with the name of the last checkpoint: two ranks of one group are lost, one of
+            them with all ranks of its machine, or the machines of all that had some shard, or too few are left.
         FencedError: the others have gone on without this rank.
     """
     if isinstance(steps, int) and not isinstance(steps, bool):
@@ -183,21 +181,6 @@ class Step:
         return swallowed
 
 
-class Kept(NamedTuple):
-    """The versions of one epoch on this rank.
-
-    Attributes:
-        epoch: its number.
-        keeper: the versions.
-        groups: the ranks of its members in parity groups; alike: in groups that hold alike.
-    """
-
-    epoch: int
-    keeper: Keeper
-    groups: tuple[tuple[int, ...], ...]
-    alike: Alike
-
-
 class Survival:
     """The steps of one `survive`, on this rank.
 
@@ -233,6 +216,7 @@ class Survival:
         self._forming: frozenset[Connection] = frozenset()
         self._switching = threading.Lock()  # held while waits are broken, and while they become those of another epoch
         self._executor = ThreadPoolExecutor(1, "flatfsdp parity")
+        self._inventory = Inventory(model, optimizer)
 
     def __iter__(self) -> Iterator[Step]:
         self._begin()
@@ -337,14 +321,15 @@ class Survival:
         with self._switching:
             self._watch = watch
         self._check_losses()
-        alike, rank = self._replicas.alike, dist.get_rank()
-        groups = () if alike else parity_groups(len(numbers), self._group)
-        members = next((each for each in groups if rank in each), (rank,))
-        self._ranks = ParityRanks(members, self._joining)
-        self._kept.append(Kept(self._job.epoch, Keeper(members, rank), groups, alike))
+        self._ranks = ParityRanks(self._joining)
         self._publish_connections()  # so that others can break waits of this epoch
         self._ranks.finish()  # all addresses are there
         self._neighbors.connect(numbers, self._addresses())
+        kept = Kept.of_epoch(self._job.epoch, self._ranks, self._group, self._replicas.alike)
+        if kept.groups:
+            self._publish_connections()  # of these, too
+            self._ranks.finish()
+        self._kept.append(kept)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -364,18 +349,22 @@ class Survival:
                 if not some_join:
                     return False
             except Exception as found:
-                if not self._is_loss(found):
+                if not self._is_loss(found):  # as there is no memory for a block
+                    self._report(found)
                     raise
                 error = found
         elif not self._is_loss(error):
-            self._job.report(self._job.own, f"failed with {type(error).__name__}: {error}")
+            self._report(error)
             return False
         try:
             self._recover(error)
         except BaseException as failed:
-            self._job.report(self._job.own, f"failed with {type(failed).__name__}: {failed}")
+            self._report(failed)
             raise
         return error is not None
+
+    def _report(self, error: BaseException) -> None:
+        self._job.report(self._job.own, f"failed with {type(error).__name__}: {error}")
 
     def _is_loss(self, error: BaseException, *, explained: bool = False) -> bool:
         """Whether `error` follows from the loss of a rank: one that is known, or, if a connection broke, will be.
@@ -397,9 +386,9 @@ class Survival:
         """Take a version of the state after so many steps. Collective."""
         self._finish_refresh()
         self._publish_connections()
-        holding = Holding.of(self._model, self._optimizer)
+        holding = self._inventory.holding()
         offsets = holding.facts.offsets
-        tail = encode((holding.facts, own_state.take(self._state)))
+        tail = self._inventory.tail(holding.facts, own_state.take(self._state))
         keeper = self._kept[-1].keeper
         version = keeper.begin(done, lambda block: block.take(holding.tensors, offsets[:-1], offsets[-1], tail))
         if in_background:
@@ -493,8 +482,7 @@ class Survival:
             if len(members) < self._least:
                 raise LostRankError(f"{len(members)} of least_ranks={self._least} are left after the loss of {words}")
             for kept in self._kept:
-                check_losses(kept.groups, lost)
-                check_alike(kept.alike, lost)
+                kept.check(lost)
             rank_of = {rank: members.index(each) for rank, each in enumerate(before) if each in members}
             if lost:
                 self._sever()
@@ -522,10 +510,11 @@ class Survival:
         self._make_groups(self._job.members)
         self._replicas.move_to(len(self._job.members))
         self._meet(self._job.members)
-        holdings, state = brought(kept and kept.keeper, number, lost, rank_of, self._ranks)
+        holdings, state = brought(kept, number, lost, rank_of, self._ranks)
         if len(rank_of) < dist.get_world_size():
             state = joining.shared_state(state, sorted(rank_of.values()), self._ranks, self._job.own)
         assert state is not None
+        self._inventory.forget()  # the old shards go
         regroup(self._model, self._optimizer, group=self._replicas.groups(), holdings=holdings)
         own_state.give(self._state, state)
         self._refresh(number, in_background=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,8 +206,10 @@ def forecast(
     kept = (0, 0)
     if elastic is not None and elastic.enabled:
         state = plan.between_steps
-        kept = kept_bytes(state, ranks=ranks, group=elastic.group), state // elastic.every
-        kept = (2 * state, 0) if fsdp.replicates else kept
+        # A launcher for several machines has set the number of ranks on each.
+        machines = 1 if fsdp.replicates else max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        sent = state // elastic.every if machines > 1 else 0
+        kept = kept_bytes(state, ranks=ranks, machines=machines, group=elastic.group), sent
     return MemoryEstimate(
         ranks, microbatches, accelerator, offload, kind, unknown, units, plan, activations, unseen, *kept
     )

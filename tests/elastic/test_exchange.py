@@ -21,8 +21,9 @@ pytestmark = pytest.mark.distributed
 
 def rebuilt(rank: int, world: int, size: int, messages: bool) -> None:
     with over_gloo() if messages else nullcontext():
-        members = next(each for each in parity_groups(world, size) if rank in each)
-        ranks, keeper = ParityRanks(members), Keeper(members, rank)
+        members = next(each for each in parity_groups(range(world), size) if rank in each)
+        ranks, keeper = ParityRanks(), Keeper(members, rank, (Block(), Block()))
+        ranks.divide(members)
         rng = random.Random(rank)
         for number in range(3):
             data = torch.frombuffer(bytearray(rng.randbytes(70_000 + 9_000 * rank + 100 * number)), dtype=torch.uint8)

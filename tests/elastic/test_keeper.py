@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -46,11 +47,13 @@ class Member:
 
     def __init__(self, meeting: Meeting, place: int) -> None:
         self._meeting, self._place = meeting, place
+        self.sent = 0
 
     def meet(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
         return self._meeting.all(self._place, numbers)  # type: ignore[return-value]
 
     def exchange(self, arrived: torch.Tensor, sent: torch.Tensor) -> None:
+        self.sent += sent.nbytes
         rows = self._meeting.all(self._place, sent.clone())
         others = [place for place in range(len(rows)) if place != self._place]
         for row, place in zip(arrived, others, strict=True):
@@ -76,6 +79,11 @@ def on_members(count: int, work: Callable[[int], None]) -> list[BaseException | 
     for each in threads:
         each.join(30)
     return errors
+
+
+def keepers_of(ranks: Sequence[int]) -> list[Keeper]:
+    """Those of the members of a group, each on a machine of its own."""
+    return [Keeper(ranks, rank, (Block(), Block())) for rank in ranks]
 
 
 def refresh(group: Sequence[Keeper], number: int, states: Sequence[bytes], tails: Sequence[bytes], **how: int) -> None:
@@ -126,7 +134,7 @@ def test_any_member_comes_back_after_several_refreshes_of_other_sizes(
     monkeypatch.setattr(keepers, "ROUND", rng.choice((64, 128, 1 << 20)))
     count = rng.randrange(2, 5)
     ranks = sorted(rng.sample(range(20), count))
-    group = [Keeper(ranks, rank) for rank in ranks]
+    group = keepers_of(ranks)
     for number in range(4):
         states = [rng.randbytes(rng.choice((0, 5, 64, rng.randrange(3000)))) for _ in ranks]
         tails = [rng.randbytes(rng.randrange(200)) for _ in ranks]
@@ -141,7 +149,7 @@ def test_any_member_comes_back_after_several_refreshes_of_other_sizes(
 def test_an_interrupted_refresh_leaves_the_version_before(breaks_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "ROUND", 128)
     rng = random.Random(breaks_at)
-    group = [Keeper((0, 1, 2), rank) for rank in range(3)]
+    group = keepers_of((0, 1, 2))
     before = [rng.randbytes(400) for _ in range(3)]
     refresh(group, 7, before, [b"tail"] * 3)
     refresh(group, 8, [rng.randbytes(400) for _ in range(3)], [b"another"] * 3, breaks_at=breaks_at)
@@ -155,7 +163,7 @@ def test_an_interrupted_refresh_leaves_the_version_before(breaks_at: int, monkey
 
 
 def test_a_group_without_a_loss_has_nothing_to_do() -> None:
-    group = [Keeper((4, 6), rank) for rank in (4, 6)]
+    group = keepers_of((4, 6))
     refresh(group, 1, [b"a" * 100, b"b" * 30], [b"", b""])
     for each in group:
         version = each.version(1)
@@ -164,15 +172,60 @@ def test_a_group_without_a_loss_has_nothing_to_do() -> None:
 
 
 def test_two_losses_in_one_group_are_an_error() -> None:
-    check_losses([(0, 2), (1, 3)], [0, 3])
-    with pytest.raises(LostRankError, match=r"ranks 1, 3 are lost at once.*the group of ranks 1, 3 can lose one"):
-        check_losses([(0, 2), (1, 3)], [3, 1])
+    groups, alone, two_machines = [(0, 2), (1, 3)], range(4), (0, 0, 1, 1)
+    check_losses(groups, alone, [0, 3])
+    check_losses(groups, two_machines, [3, 1])  # which have left their blocks to 0 and 2
+    check_losses(groups, two_machines, [2, 3])
+    for nodes, lost in ((alone, [3, 1]), (two_machines, [0, 3, 1])):
+        with pytest.raises(LostRankError, match=r"ranks 1, 3 are lost at once.*the group of ranks 1, 3 can lose one"):
+            check_losses(groups, nodes, lost)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_the_memory_of_a_rank_is_that_of_the_formula(ranks: int) -> None:
-    size, group = 64 * 240, [Keeper(range(ranks), rank) for rank in range(ranks)]
-    for number in (1, 2):
-        refresh(group, number, [bytes(size)] * ranks, [b""] * ranks)
-    versions = [group[0].version(number) for number in (1, 2)]
-    assert kept_bytes(size, ranks=ranks, group=5) == sum(each.block.nbytes + each.parity.numel() for each in versions)
+@pytest.mark.parametrize("members", [1, 2, 3, 4])
+def test_memory_and_traffic_are_those_of_the_formulas(members: int) -> None:
+    size, alignment = 960_000, 2 * 4096
+    group, meeting = keepers_of(range(members)), Meeting(members)
+    ranks = [Member(meeting, place) for place in range(members)]
+
+    state = [torch.zeros(size, dtype=torch.uint8)]
+
+    def work(place: int) -> None:
+        keeper = group[place]
+        for number in range(4):
+            keeper.complete(keeper.begin(number, lambda block: block.take(state, [0], size, b"")), ranks[place])
+
+    assert on_members(members, work) == [None] * members
+    parity = size // (members - 1) if members > 1 else 0
+    for keeper, rank in zip(group, ranks, strict=True):
+        versions = [keeper.version(number) for number in (2, 3)]
+        kept = [(version.block.memory.nbytes, version.parity.nbytes) for version in versions]
+        assert all(size <= block < size + alignment and own == parity for block, own in kept)
+        assert kept_bytes(size, ranks=members, machines=members, group=5) == 2 * (size + parity)
+        assert rank.sent == (4 * size if members > 1 else 0)
+
+
+def test_what_ranks_of_this_machine_have_not_whole_is_not_offered() -> None:
+    theirs = (Block(), Block())
+    left = {1: [Block.of_process(os.getpid(), block.descriptor) for block in theirs]}
+    keeper, other = Keeper((0,), 0, (Block(), Block()), left), Keeper((1,), 1, theirs)
+    group = Member(Meeting(1), 0)
+
+    def take(block: Block) -> None:
+        block.take([torch.arange(5)], [0], 40, b"tail")
+
+    def breaks(block: Block) -> None:
+        raise Broken
+
+    seen = []
+    for number in range(4):
+        begun = other.begin(number, take)
+        seen.append(keeper.numbers)
+        keeper.complete(keeper.begin(number, take), group)
+        seen.append(keeper.numbers)
+        other.complete(begun, group)
+    assert seen == [[], [0], [0], [0, 1], [1], [1, 2], [2], [2, 3]]
+    with pytest.raises(Broken):
+        other.begin(4, breaks)  # in the memory of 2
+    assert keeper.numbers == [3]
+    (left,) = keeper.blocks_of(keeper.version(3), [1])
+    assert (left.state, left.tail, bytes(left.memory[40:44].tolist())) == (40, 4, b"tail")

@@ -39,7 +39,7 @@ def joined(rank: int, world: int, alike: list[str]) -> tuple[int, dict[str, Any]
     torch.manual_seed(seed["torch"])
     numpy.random.seed(seed["numpy"])
     things = {"thing": Counted(40 + rank)}
-    ranks = ParityRanks(range(world))
+    ranks = ParityRanks()
     is_new = rank in (0, 3)
     state = shared_state(None if is_new else own_state.take(things), [1, 2], ranks, 100 + rank)
     own_state.give(things, state)

@@ -8,14 +8,26 @@ from typing import Any
 
 import pytest
 
+from flatfsdp.elastic.machines import lost_with_machine
 from flatfsdp.elastic.parity import parity_groups
 from tests.elastic import test_joining
-from tests.elastic.test_survive import HYBRIDS, MOMENTS, STEPS, WAYS, check, train
+from tests.elastic.test_survive import (
+    HYBRIDS,
+    MOMENTS,
+    STEPS,
+    WAYS,
+    check,
+    machine_each,
+    machine_of_two,
+    one_machine,
+    train,
+)
 from tests.harness import fresh
 from tests.harness.thorough import seeds
 
 pytestmark = pytest.mark.process
 
+MACHINES = [(one_machine, (0, 0, 0, 0)), (machine_each, (0, 1, 2, 3)), (machine_of_two, (0, 0, 1, 1))]
 _expected: list[str] = []
 
 
@@ -42,12 +54,16 @@ def drawn(rng: random.Random, world: int) -> dict[int, tuple[int, str]]:
 def test_random_kills(run: Any, seed: int) -> None:
     rng = random.Random(seed)
     world, group, every = rng.choice((2, 3, 4)), rng.choice((2, 4)), rng.choice((1, 1, 2))
-    kills = drawn(rng, world)
+    kills, (on, nodes) = drawn(rng, world), rng.choice(MACHINES)
     way = rng.choice((*WAYS, *HYBRIDS) if world == 4 else WAYS)
-    outcomes = fresh.run(world, train, kills, group=group, every=every, pause=0.05, way=way, timeout=90)
-    # Of four ranks, two have the same shard of two replicas.
-    groups = [(0, 2), (1, 3)] if way in HYBRIDS else [] if way == "NO_SHARD" else parity_groups(world, group)
-    together = any(len(kills.keys() & set(members)) > 1 for members in groups)
+    outcomes = fresh.run(world, train, kills, group=group, every=every, pause=0.05, way=way, before=on, timeout=90)
+    with_machine = lost_with_machine(nodes[:world], kills)
+    if way in HYBRIDS:  # of four ranks, two have the same shard of two replicas
+        together = any({*members} <= with_machine for members in ((0, 2), (1, 3)))
+    else:
+        groups = [] if way == "NO_SHARD" else parity_groups(nodes[:world], group)
+        lost = [kills.keys() & {*members} for members in groups]
+        together = any(len(gone) > 1 and gone & with_machine for gone in lost)
     words = "LostRankError: ranks " + ", ".join(map(str, sorted(kills))) + " are lost at once"
     survivors = [outcome for rank, outcome in enumerate(outcomes) if rank not in kills]
     if together and all(words in (outcome.error or "") for outcome in survivors):

@@ -22,8 +22,9 @@ from torch import nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint.ranks import CheckpointRanks
-from flatfsdp.elastic import start, survive
+from flatfsdp.elastic import machines, start, survive
 from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.elastic.snapshot import Block
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import LostRankError, UsageError
 from tests.harness import fresh, pool
@@ -162,13 +163,29 @@ def expected() -> str:
     return undisturbed()
 
 
+def one_machine(rank: int) -> None:
+    """All ranks are on this machine."""
+
+
+def machine_each(rank: int) -> None:
+    """Each rank is on a machine of its own."""
+    machines.this_system = lambda: f"machine {rank}"  # type: ignore
+
+
+def machine_of_two(rank: int) -> None:
+    """Ranks 0 and 1 are on one machine, 2 and 3 on another."""
+    machines.this_system = lambda: f"machine {rank // 2}"  # type: ignore
+
+
 MOMENTS = ["forward", "backward", "exception", "before the optimizer", "boundary"]
 
 
-@pytest.mark.parametrize(("world", "lost"), [(2, 0), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("world", "lost", "on"), [(2, 0, one_machine), (3, 2, machine_each), (4, 1, machine_of_two)])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_lost_rank_costs_nothing(world: int, lost: int, moment: str, expected: str) -> None:
-    outcomes = fresh.run(world, train, {lost: (2, moment)}, timeout=60)
+def test_a_lost_rank_costs_nothing(
+    world: int, lost: int, on: Callable[[int], None], moment: str, expected: str
+) -> None:
+    outcomes = fresh.run(world, train, {lost: (2, moment)}, before=on, timeout=60)
     assert outcomes[lost].exit_code == (1 if moment == "exception" else -signal.SIGKILL), outcomes[lost]
     assert moment != "exception" or "ValueError: no such file" in (outcomes[lost].error or ""), outcomes[lost]
     check(outcomes, {lost}, expected)
@@ -206,14 +223,61 @@ def test_hybrids(way: str, kills: dict[int, tuple[int, str]], expected: str) -> 
 
 
 def test_a_shard_that_no_replica_has_ends_the_others_in_words() -> None:
-    outcomes = fresh.run(4, train, {0: (2, "boundary"), 2: (2, "boundary")}, way="HYBRID_SHARD", timeout=60)
+    kills = {0: (2, "boundary"), 2: (2, "boundary")}
+    outcomes = fresh.run(4, train, kills, way="HYBRID_SHARD", before=machine_each, timeout=60)
     for rank in (1, 3):
         assert "LostRankError: ranks 0, 2 are lost at once" in (outcomes[rank].error or ""), outcomes[rank]
 
 
 def test_two_losses_in_different_groups(expected: str) -> None:
     kills = {0: (2, "backward"), 3: (2, "boundary")}
-    check(fresh.run(4, train, kills, group=2, timeout=90), {0, 3}, expected, again=2)
+    check(fresh.run(4, train, kills, group=2, before=machine_each, timeout=90), {0, 3}, expected, again=2)
+
+
+# Of one machine two ranks are no loss, and a machine with both of its ranks is one in each of two groups.
+@pytest.mark.parametrize(("world", "on"), [(3, one_machine), (4, machine_of_two)])
+def test_two_losses_of_one_machine(world: int, on: Callable[[int], None], expected: str) -> None:
+    kills = {0: (2, "boundary"), 1: (2, "boundary")}
+    check(fresh.run(world, train, kills, before=on, timeout=90), {0, 1}, expected, again=2)
+
+
+def in_its_fourth_copy(end: Callable[[Block], None]) -> Callable[[int], None]:
+    """What lets rank 1 come to an `end` in the middle of its fourth copy."""
+    take, calls = Block.take, []
+
+    def takes(self: Block, *args: Any) -> None:
+        calls.append(self)
+        if len(calls) == 4:
+            end(self)
+        take(self, *args)
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            Block.take = takes  # type: ignore
+
+    return before
+
+
+def is_killed(rank: int) -> None:
+    def end(block: Block) -> None:
+        block.memory[: block.nbytes // 2] = 77
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_its_fourth_copy(end)(rank)
+
+
+def has_no_memory(rank: int) -> None:
+    def end(block: Block) -> None:
+        raise OSError("no space left")
+
+    in_its_fourth_copy(end)(rank)
+
+
+@pytest.mark.parametrize("before", [is_killed, has_no_memory])
+def test_a_rank_that_is_lost_in_a_copy_has_left_the_one_before(before: Callable[[int], None], expected: str) -> None:
+    outcomes = fresh.run(3, train, {}, before=before, timeout=60)
+    assert outcomes[1].exit_code == (-signal.SIGKILL if before is is_killed else 1), outcomes[1]
+    check(outcomes, {1}, expected)
 
 
 def test_one_loss_after_another(expected: str) -> None:
@@ -226,7 +290,8 @@ def test_steps_since_a_refresh_are_taken_again(expected: str) -> None:
 
 
 def test_two_losses_in_one_group_end_the_others_in_words(tmp_path: Path) -> None:
-    outcomes = fresh.run(3, train, {0: (2, "boundary"), 1: (2, "boundary")}, saves=str(tmp_path), timeout=60)
+    kills = {0: (2, "boundary"), 1: (2, "boundary")}
+    outcomes = fresh.run(3, train, kills, saves=str(tmp_path), before=machine_each, timeout=60)
     assert "LostRankError: ranks 0, 1 are lost at once" in (outcomes[2].error or ""), outcomes[2]
     assert f"again from {tmp_path}/1, the last checkpoint" in (outcomes[2].error or ""), outcomes[2]
 

@@ -1,8 +1,8 @@
 """`tools/bench`: flatfsdp, torch's FSDP1, FSDP2 and DDP, and a process without communication, in one table.
 
 Two ranks on gloo, one thread each, every measurement in fresh processes. It writes results.md, results.json and
-results.png; with --sweep, sweep.md and so on; with --profile, --instructions, --exchange, --muon or
---same-bits, profile.md and profile.json and so on.
+results.png; with --sweep, sweep.md and so on; with --profile, --instructions, --exchange, --muon, --same-bits or
+--survive, profile.md and profile.json and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import exchange, instructions, memory, muon, profile, rounds, same_bits, shared_memory
+from . import exchange, instructions, memory, muon, profile, rounds, same_bits, shared_memory, survive
 from .engines import ENGINES, TRUTH
 from .host import host_rounds
 from .machine import ROOT, describe
@@ -28,7 +28,7 @@ from .table import render
 RESULTS = ROOT / "tools" / "bench_results"
 SKETCH = Path("/tmp/flatfsdp-bench")
 HOST_WORLDS = (1, 8, 64, 512)
-PARTS = ("cells", "figures", "host", "profile", "instructions", "exchange", "pages", "muon", "same_bits")
+PARTS = ("cells", "figures", "host", "profile", "instructions", "exchange", "pages", "muon", "same_bits", "survive")
 QUICK = ("small", "mlp")
 
 
@@ -79,6 +79,7 @@ def arguments() -> argparse.Namespace:
     add("--exchange", action="store_true", help="instead, measure a unit's exchanges as one flat tensor, and as a list")
     add("--muon", action="store_true", help="instead, train a GPT with Muon, on 2 and 4 ranks")
     add("--same-bits", action="store_true", help="instead, train with and without deterministic_sums, side by side")
+    add("--survive", action="store_true", help="instead, train with and without survive(), in turns")
     add(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL over all GPUs, and a fake group of 8 ranks"
     )
@@ -110,7 +111,9 @@ def main() -> int:
     if given.instructions and (missing := instructions.why_not()):
         print(f"tools/bench: {missing}", file=sys.stderr)
         return 2
-    draws = not (given.profile or given.instructions or given.exchange or given.muon or given.same_bits)
+    kinds = ("profile", "instructions", "exchange", "muon", "same_bits", "survive", "sweep")
+    kind = next((kind for kind in kinds if getattr(given, kind)), "results")
+    draws = kind in ("sweep", "results")
     if given.shared_memory == "memory":
         memory.return_at_once()
     if given.device == "cpu" and draws and not memory.preload():
@@ -119,8 +122,6 @@ def main() -> int:
     results: dict[str, Any] = {"machine": {**describe(given.device), "command": command}}
     if given.shared_memory:
         return share_memory(given, results)
-    kinds = ("profile", "instructions", "exchange", "muon", "same_bits", "sweep")
-    kind = next((kind for kind in kinds if getattr(given, kind)), "results")
     results |= MEASURE[kind](given)
     given.out.mkdir(parents=True, exist_ok=True)
     stem = STEMS.get(kind, kind) + ("-cuda" if given.device == "cuda" else "")
@@ -202,6 +203,11 @@ def with_same_bits(given: argparse.Namespace) -> dict[str, Any]:
     return same_bits.same_bits_rounds(given.rounds, seconds_of(given))
 
 
+def with_survive(given: argparse.Namespace) -> dict[str, Any]:
+    """Train with and without `survive`."""
+    return survive.survive_rounds(given.rounds, seconds_of(given))
+
+
 MEASURE = {
     "results": compare,
     "sweep": sweep,
@@ -210,6 +216,7 @@ MEASURE = {
     "exchange": exchanges,
     "muon": with_muon,
     "same_bits": with_same_bits,
+    "survive": with_survive,
 }
 TEXT = {
     "profile": profile.render,
@@ -217,6 +224,7 @@ TEXT = {
     "exchange": exchange.render,
     "muon": muon.render,
     "same_bits": same_bits.render,
+    "survive": survive.render,
 }
 STEMS = {"instructions": "host_instructions"}  # names of files that differ from the name of the part
 

@@ -1,6 +1,6 @@
 """Memory that other processes map: anonymous files (`memfd_create(2)`), which are freed with their last mapping.
 
-[Note: segments] A segment's pages are allocated at its creation, and its size is sealed: no process that maps it can be
+[Note: segments] A segment's pages are allocated at its creation, and it cannot shrink: no process that maps it can be
 killed (SIGBUS) by the actions of another one. Pages that were given back read as zeros, and are allocated again before
 they are written. A forked child does not inherit the mapping, and must not unmap it: the addresses may be in use for
 other memory of the child.
@@ -16,7 +16,8 @@ import weakref
 
 import torch
 
-_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
+_SEAL_GROW = 0x0004
+_SEALS = 0x0001 | 0x0002 | _SEAL_GROW  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of fcntl.h
 _ADD_SEALS = 1033
 _PAGES = 256 * 1024  # bytes for which pages are allocated at a time
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of mman.h, which Linux has from 5.14 on
@@ -63,8 +64,8 @@ class MemorySegment:
         self.held = end
 
 
-def create(size: int) -> int:
-    """A descriptor of a new segment of `size` bytes, all zero.
+def create(size: int, *, grows: bool = False) -> int:
+    """A descriptor of a new segment of `size` bytes, all zero; `grows`: it may become larger.
 
     Raises:
         OSError: there is not enough memory, or the system has no such files.
@@ -72,7 +73,7 @@ def create(size: int) -> int:
     descriptor = os.memfd_create("flatfsdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS & ~_SEAL_GROW if grows else _SEALS)
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,0 +1,110 @@
+"""A block outlives its process: what a killed process has left of it is whole, or is not taken for that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatfsdp.elastic.snapshot import Block
+
+pytestmark = pytest.mark.unit
+
+SIZE = 8_000_000  # bytes of a block, which take about a millisecond to copy
+
+# A process that copies into two blocks in turns, in each copy the number of it everywhere, until it is killed.
+COPIES = f"""
+import torch
+from flatfsdp.elastic.keeper import Keeper
+from flatfsdp.elastic.snapshot import Block
+
+blocks = Block(), Block()
+print(*(block.descriptor for block in blocks), flush=True)
+keeper, state = Keeper((0,), 0, blocks), [torch.empty({SIZE // 32}, dtype=torch.int64) for _ in range(4)]
+for number in range(1_000_000):
+    for each in state:
+        each.fill_(number)
+    take = lambda block: block.take(state, [place * {SIZE // 4} for place in range(4)], {SIZE}, str(number).encode())
+    version = keeper.begin(number, take)
+    version.complete = True
+"""
+
+
+def values_of(block: Block, size: int) -> set[int]:
+    return {*block.memory[:size].view(torch.int64).unique().tolist()}
+
+
+def test_a_process_that_is_killed_in_a_copy_leaves_the_other_block_whole() -> None:
+    in_a_copy = 0
+    process = subprocess.Popen([sys.executable, "-c", COPIES], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        blocks = [Block.of_process(process.pid, int(each)) for each in process.stdout.readline().split()]
+        for _ in range(40):  # stopped at so many places, the last of which is the end
+            time.sleep(0.005)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            for block in blocks:
+                block.map()
+            whole = [block for block in blocks if block.number is not None]
+            for block in whole:
+                assert values_of(block, block.state) == {block.number}
+                tail = block.memory[block.state : block.nbytes]
+                assert bytes(tail.tolist()) == str(block.number).encode()
+            if len(whole) == 1:
+                (unfinished,) = {*blocks} - {*whole}
+                in_a_copy += values_of(unfinished, min(SIZE, unfinished.memory.numel())) != {whole[0].number - 1}
+            os.kill(process.pid, signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()
+    assert in_a_copy  # some stop was in the middle of one
+    assert any(block.number is not None for block in blocks)
+
+
+def test_a_block_is_whole_from_its_last_byte_to_the_first_of_the_next() -> None:
+    block = Block()
+    seen = Block.of_process(os.getpid(), block.descriptor)
+    assert seen.number is None
+    block.take([torch.arange(3)], [0], 24, b"tail")
+    assert seen.number is None
+    block.set_whole(-5)
+    assert (seen.number, seen.state, seen.tail) == (-5, 24, 4)
+    block.take_back()
+    assert seen.number is None
+
+
+def test_a_block_grows_in_place_and_zeros_follow_it() -> None:
+    block = Block()
+    seen = Block.of_process(os.getpid(), block.descriptor)
+    block.take([torch.arange(100)], [0], 800, b"a long tail")
+    block.take([torch.arange(2)], [0], 16, b"t")
+    assert not block.memory[17:].any() and block.nbytes == 17
+    rows = block.rows(3, 640_000)
+    assert rows.shape == (3, 640_000) and bytes(rows[0, 16:17].tolist()) == b"t" and not rows[1:].any()
+    seen.map()
+    assert torch.equal(seen.memory, block.memory)
+
+
+def test_nothing_is_left_of_a_block_that_nobody_holds() -> None:
+    def files() -> int:
+        names = []
+        for each in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                names.append(os.readlink(each))
+        return sum("memfd:flatfsdp" in name for name in names)
+
+    before = files()
+    block = Block()
+    seen = Block.of_process(os.getpid(), block.descriptor)
+    block.take([torch.arange(3)], [0], 24, b"")
+    assert files() > before
+    del block, seen
+    assert files() == before
