@@ -54,6 +54,8 @@ def start(
 ) -> bool:
     """`torch.distributed.init_process_group`, for processes that start together and for those that join later.
 
+    Example::
+
         joins = start()
         model = FullyShardedDataParallel(...)
         if not joins:
