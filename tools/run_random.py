@@ -110,7 +110,7 @@ def random_tests_in(file: str) -> dict[str, Test]:
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     found = {}
     for name, value in vars(module).items():
-        if name.startswith("test_") and value.__module__ == module.__name__:
+        if name.startswith("test_") and getattr(value, "__module__", "") == module.__name__:
             marks = inspect.getsource(value).partition(f"def {name}(")[0]
             if re.search(r"\bseeds\(", marks):
                 found[name] = value
