@@ -259,7 +259,8 @@ def late(rank: int, world: int, how: str) -> None:
     os.environ["WORLD_SIZE"] = "1"
     if rank == 1:
         os.environ["RANK"] = "0"
-        while not store().check(["ends"]):
+        outside = store()
+        while not outside.check(["ends"]):
             time.sleep(0.01)
         time.sleep(1.0)
     start(wait=3.0)

@@ -116,6 +116,7 @@ class ShardViews:
         self._forms = [form if layout.is_uncut(i) else None for i, form in enumerate(forms)]
         self._all_flat = not any(self._forms)
         self.present = [i for i, spec in enumerate(layout.params) if spans[i].numel or 0 in spec.shape]
+        self._present_forms = [self._forms[i] for i in self.present]
         # The cuts divide a shard into them, in one call.
         self._cuts, self._kept = _cuts([spans[i] for i in self.present], layout.shard_numel)
         self._device = shard.device
@@ -153,8 +154,7 @@ class ShardViews:
         """
         pieces = flat.unsafe_split_with_sizes(self._cuts)
         found = [pieces[k] for k in self._kept]
-        forms = (self._forms[i] for i in self.present)
-        return [*self.present], found if self._all_flat else [*map(_formed, found, forms)]
+        return [*self.present], found if self._all_flat else [*map(_formed, found, self._present_forms)]
 
     def replaced(self) -> list[int]:
         """The leaves whose parameters do not show the shard although they should: users replaced their
