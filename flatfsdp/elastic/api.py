@@ -42,6 +42,10 @@ LEFT = (
 LOST = ". regroup() had begun: the model has no values any more on the new ranks. Build it again and load a checkpoint"
 
 
+class NoValuesError(AgreementError):
+    """A rank has failed when regroup() had begun, and all ranks know it: the model has no values any more."""
+
+
 def regroup(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -188,7 +192,7 @@ class _Regroup:
             filling.begin([facts for each in reports for facts in each.brings])
 
         moved, _ = self._exchange(prepare, rebuild, filling.target)
-        self._all("is done", filling.end, lost=LOST)
+        self._all("is done", filling.end, begun=True)
         return moved
 
     def _report(self, needs: Iterable[Want], check_values: str) -> _Report:
@@ -233,7 +237,7 @@ class _Regroup:
             [each.brings for each in reports], [each.needs for each in reports], [each.stepped for each in reports]
         )
         _agreed_values([facts for each in reports for facts in each.brings])
-        self._all("makes room for its new shards", lambda: rebuild(reports), lost=LOST)
+        self._all("makes room for its new shards", lambda: rebuild(reports), begun=True)
         assert self.holdings is not None
         serves_host = "cpu" in str(dist.get_backend_config(self.over))
         device = torch.device("cpu") if serves_host else accelerator() or torch.device("cpu")
@@ -241,13 +245,12 @@ class _Regroup:
         self.holdings = None  # the old shards
         return moved, reports
 
-    def _all(self, doing: str, work: Callable[[], T], *, lost: str = "") -> list[T]:
-        """`work` on every rank; if it fails on one, this fails on all. `lost`: the words for its consequence."""
+    def _all(self, doing: str, work: Callable[[], T], *, begun: bool = False) -> list[T]:
+        """`work` on every rank; if it fails on one, this fails on all. `begun`: the old shards are gone."""
 
         def problem(failed: Mapping[int, str], own: Exception | None) -> Exception:
-            if own is None or lost:
-                return AgreementError(f"{by_ranks(failed, ': ')}{lost}")
-            return own
+            words = by_ranks(failed, ": ")
+            return NoValuesError(f"{words}{LOST}") if begun else own or AgreementError(words)
 
         exchange = partial(meet_and_gather, group=self.over, call=CALL, waiting=f"{doing} in regroup()")
         alone = dist.get_world_size(self.over) == 1

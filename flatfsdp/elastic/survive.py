@@ -46,7 +46,7 @@ from ..errors import (
     set_rank,
 )
 from . import connections, joining, own_state
-from .api import LOST, regroup
+from .api import NoValuesError, regroup
 from .beginning import base_of, checked, own_host
 from .connections import Connection
 from .exchange import ParityRanks
@@ -492,7 +492,7 @@ class Survival:
                     self._move(number, lost, rank_of)
             except Exception as again:
                 joins = len(rank_of) < len(members)
-                if isinstance(again, AgreementError) and str(again).endswith(LOST) and not joins:
+                if isinstance(again, NoValuesError) and not joins:
                     # It does not fit on those that are left. All know that: the first to end for it is no further loss.
                     raise LostRankError(str(again)) from again
                 # A rank that has only paused is not lost: the others try again, and come to it.

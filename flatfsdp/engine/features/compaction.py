@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
@@ -245,14 +246,17 @@ def _make_room_for_gathers(model: Model, sizes: list[int]) -> None:
             _take(device, *sorted(sizes, reverse=True))
 
 
-def make_room_for_shards(device: Device, count: int) -> None:
-    """Let the allocator have `count` bytes in one piece for the shards of the units that are made next: each one alone
-    would take more than it needs."""
+def make_room_for_shards(device: Device, count: Callable[[], int]) -> None:
+    """Let the allocator have so many bytes in one piece for the shards of the units that are made next: each one alone
+    would take more than it needs. `count` is called only where that is done."""
+    if not _rearranges(device) or _is_capturing(device):
+        return
     module: Any = device.module
-    free = module.mem_get_info(device.device)[0] if _rearranges(device) else 0
-    if LEAST < count < free // 2 and not _is_capturing(device) and (stream := _kept_stream(device)) is not None:
+    needed = count()
+    has_room = LEAST < needed < module.mem_get_info(device.device)[0] // 2
+    if has_room and (stream := _kept_stream(device)) is not None:
         with device.running_on(stream):
-            _take(device, count)
+            _take(device, needed)
 
 
 def _is_private(segment: dict[str, Any]) -> bool:

@@ -8,10 +8,10 @@ Each of W ranks posts one answer and counts it, and checks for the result twice 
 `ANSWER` periods. The polling rank reads 2 W notes and removes those of the poll before the last. The other ranks read
 only one text, in which ranks with the same status share a line.
 
-[Note: deadlock] A deadlock can be recognized if all ranks answer, all of them wait, and they are not all in the same
-wait, which they would leave together. One such poll may have found ranks between two waits. A second one, after the
-time of a report, that finds every rank in the same operation as the first is taken as proof. It is not proved if a rank
-computes, compiles, reads data, or does not answer.
+[Note: deadlock] A deadlock can be recognized if all ranks answer, all of them wait, and not all for one another in one
+operation, which they would leave together. One such poll may have found ranks between two waits. A second one, after
+the time of a report, that finds every rank in the same operation as the first is taken as proof. It is not proved if a
+rank computes, compiles, reads data, or does not answer.
 
 [Note: parted] If two ranks are in announced waits, each for ranks that include the other, a proof needs neither all
 answers nor the time of a report. A rank may be slow to leave a wait, by seconds on a busy machine, while the others
@@ -80,7 +80,7 @@ class RankStatus(NamedTuple):
     Attributes:
         doing: follows "rank 0: "; equal for ranks with the same status.
         seconds: the seconds since this status began.
-        waits_for: in a wait for ranks that must all reach the same wait: these ranks.
+        waits_for: in a wait that ends when several ranks have come to it: these ranks.
         stands: identifies its waits, by the times of their beginnings on its own clock; empty if it does anything else.
             Equal in two answers if the rank has not moved.
         entered: by the digest of a wait that ranks must all reach: its number of entries; the last waits only.
@@ -421,7 +421,7 @@ def parted(answers: dict[int, RankStatus], *, patience: float) -> list[list[int]
 
 
 def standing(answers: dict[int, RankStatus]) -> str:
-    """A digest of the waits of all ranks, if all wait and not in the same wait; or "". [Note: deadlock]"""
+    """A digest of the waits of all ranks, if all wait, and not all in one operation; or "". [Note: deadlock]"""
     alike = len({answer.doing for answer in answers.values()}) == 1
     if alike or not all(answer.stands for answer in answers.values()):
         return ""

@@ -144,7 +144,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int], what: str, *, ends_by_notes: bool = False) -> Iterator[None]:
-        """A context for code that waits until all `ranks` are in the same wait, which `what` describes.
+        """A context for code that waits until all `ranks` have come to the operation that `what` describes.
 
         `ends_by_notes`: or until it has read in their notes that they are not.
 

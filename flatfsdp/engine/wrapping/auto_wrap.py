@@ -57,7 +57,7 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
     plan = plan_wrapping(module, policy, kwargs=kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
     islands = {id(planned.module) for planned in plan if planned.in_full_precision}
     made = _CreatedWrappers()
-    if plan and not config.cpu_offload.offload_params and not units_in(module):
+    if plan and not config.cpu_offload.offload_params:
         _make_room(module, config, ignored_params, units=len(plan) + 1)
 
     def wrap(child: nn.Module, **overrides: Any) -> nn.Module:
@@ -77,11 +77,17 @@ def auto_wrapped(module: nn.Module, config: Config, make: Callable[..., nn.Modul
 
 
 def _make_room(module: nn.Module, config: Config, ignored: Container[nn.Parameter], *, units: int) -> None:
-    """Let the allocator have the memory of all shards in one piece."""
-    group = config.process_group[0] if isinstance(config.process_group, tuple) else config.process_group
-    ranks = 1 if config.sharding_strategy is ShardingStrategy.NO_SHARD else group.size()
-    whole = sum(local_bytes(parameter) for parameter in module.parameters() if parameter not in ignored)
-    make_room_for_shards(Device(compute_device(module, config)), whole // ranks + units * PADDING)
+    """Let the allocator have the memory of all shards in one piece, if none has been made before."""
+
+    def count() -> int:
+        if units_in(module):
+            return 0
+        group = config.process_group[0] if isinstance(config.process_group, tuple) else config.process_group
+        ranks = 1 if config.sharding_strategy is ShardingStrategy.NO_SHARD else group.size()
+        whole = sum(local_bytes(parameter) for parameter in module.parameters() if parameter not in ignored)
+        return int(whole // ranks + units * PADDING)
+
+    make_room_for_shards(Device(compute_device(module, config)), count)
 
 
 class _CreatedWrappers:
