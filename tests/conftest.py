@@ -24,6 +24,9 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+# torch's store asks the name server for the name of each connection. Where an answer is lost, glibc asks again after 5
+# seconds, as often in a run as a hundredth of its connections.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 from tests.harness import sharing, thorough  # noqa: E402
 
