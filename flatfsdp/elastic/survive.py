@@ -371,10 +371,7 @@ class Survival:
         `explained`: a rank that joins may have failed, and then reports that."""
         if not isinstance(error, RuntimeError) or isinstance(error, AuditError):  # that one is raised on all ranks
             return False
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__) is not None:  # a save raises errors of its own, whose cause is the loss
-            chain.append(cause)
-        broken = any(isinstance(each, AgreementError) or is_lost_connection(each) for each in chain)
+        broken = _is_broken(error, AgreementError)
         deadline = time.monotonic() + NOTICED * (broken or explained) / (5 if self._joins else 1)
         while not self._job.losses and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -495,8 +492,10 @@ class Survival:
                 if isinstance(again, NoValuesError) and not joins:
                     # It does not fit on those that are left. All know that: the first to end for it is no further loss.
                     raise LostRankError(str(again)) from again
-                # A rank that has only paused is not lost: the others try again, and come to it.
-                if self._is_loss(again, explained=joins) or connecting.failed:
+                # A rank that has only paused is not lost: the others try again, and come to it. For some of them it may
+                # have been in time: these wait for one that tries again, or lose their connection to it.
+                if self._is_loss(again, explained=joins) or connecting.failed or _is_broken(again):
+                    self._sever()
                     error, offers, seconds = again, None, 2 * seconds
                     continue
                 if isinstance(again, AgreementError):
@@ -556,3 +555,10 @@ class Survival:
         with _torch.name_of_group(f"epoch {self._job.epoch}"):
             with_time_limit(self._limit, make)
         set_rank(dist.get_rank())
+
+
+def _is_broken(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """Whether `error` or what caused it, as that of a save, is a lost connection, or of one of `kinds`."""
+    if isinstance(error, kinds) or is_lost_connection(error):
+        return True
+    return error.__cause__ is not None and _is_broken(error.__cause__, *kinds)

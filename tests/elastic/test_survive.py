@@ -25,6 +25,8 @@ from flatfsdp.checkpoint.ranks import CheckpointRanks
 from flatfsdp.elastic import machines, start, survive
 from flatfsdp.elastic.exchange import ParityRanks
 from flatfsdp.elastic.snapshot import Block
+from flatfsdp.engine.agreement import process_groups
+from flatfsdp.engine.watchdog.regions import current_watch, expecting
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import LostRankError, UsageError
 from tests.harness import fresh, pool
@@ -426,3 +428,46 @@ def started() -> int:
 def test_another_loss_while_others_recover(world: int, before: Callable[[int], None], expected: str) -> None:
     outcomes = fresh.run(world, train, {1: (2, "backward")}, group=2, before=before, timeout=60)
     check(outcomes, {1, world - 1}, expected, again=2)
+
+
+def not_connected_in_time(rank: int) -> None:
+    """Let the first try to connect the survivors fail on rank 0, while the others wait for it with groups that are
+    whole."""
+
+    def runs_out(timeout: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed: timed out")
+
+    def brings(*given: Any) -> Any:
+        module.brought = brought  # type: ignore
+        process_groups.with_time_limit(60.0, runs_out)
+
+    if rank == 0:
+        module = importlib.import_module("flatfsdp.elastic.survive")
+        brought, module.brought = module.brought, brings  # type: ignore
+
+
+def test_survivors_that_are_not_connected_in_time_all_try_again(expected: str) -> None:
+    outcomes = fresh.run(4, train, {1: (2, "backward")}, before=not_connected_in_time, timeout=40)
+    check(outcomes, {1}, expected)
+
+
+def tries_to_connect(rank: int, world: int) -> str:
+    """Rank 1 does not come to a group that rank 0 tries to make, and waits for that rank elsewhere. Returned: why its
+    own wait would be in vain."""
+    dist.init_process_group("gloo")
+    if rank == 0:
+        with process_groups.Connecting(0.5), pytest.raises(RuntimeError):
+            process_groups.new_group((0, 1), "tries")
+        time.sleep(3.0)  # a poll of the watch takes less
+        dist.send(torch.zeros(1), 1)
+        return ""
+    with expecting((0, 1), "waits for rank 0"):
+        dist.recv(torch.zeros(1), 0)
+    return str(current_watch().failure or "")
+
+
+def test_one_that_was_not_connected_in_time_ends_no_other_rank() -> None:
+    """The time limit was that of connecting. It was reported as that of the process group, for which waits of all ranks
+    are in vain."""
+    outcomes = fresh.run(2, tries_to_connect, timeout=60)
+    assert [(each.result, each.exit_code) for each in outcomes] == [("", 0), ("", 0)], outcomes

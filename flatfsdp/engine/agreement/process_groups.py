@@ -173,6 +173,7 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
 
     Collective over `ranks`; `doing` completes "rank 0 ..." in reports of ranks that wait. Backends, time limit and
     options are those of `like`, or of the default group; `backend`: another one, or one of its. [Note: groups]
+    Inside of `Connecting` the watch knows nothing of the wait.
     """
     like = dist.group.WORLD if like is None else like
     counts = for_group(dist.group.WORLD, "counts", Counter[tuple[int, ...]])  # of groups over the same ranks
@@ -180,7 +181,7 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
     name = f"flatfsdp {hash63(str(ranks)):x} {counts[ranks]}"
     is_world = len(ranks) == dist.get_world_size()
     with (
-        expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"),
+        nullcontext() if _connecting else expecting(ranks, f"{doing} over ranks {', '.join(map(str, ranks))}"),
         _torch.name_of_group(name),
         nullcontext() if is_world else _torch.without_split(),
     ):
@@ -199,7 +200,9 @@ def new_group(ranks: tuple[int, ...], doing: str, *, like: Any = None, backend: 
 
 class Connecting:
     """Limits, inside of its `with`, the time in which the ranks of a new group connect to each other: gloo tries to
-    reach one that has ended for as long as an operation may take, and nothing can break that.
+    reach one that has ended for as long as an operation may take, and nothing can break that. To the watch such a wait
+    would be in vain, and one that has ended at this limit a sign that those of all ranks are: it would end processes
+    that are about to try again.
 
     Attributes:
         failed: whether some group could not be made.
