@@ -14,10 +14,10 @@ from .engine.features.audit import Audit
 from .engine.features.block_states import block_states
 from .engine.features.compaction import compact_device_memory
 from .engine.features.conditional_units import ensure_unit_participation
-from .engine.features.deterministic_sums import microbatch
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.features.fused_steps import FusedSteps, fuse_optimizer_steps
 from .engine.features.matrix_steps import MatrixSteps, matrix_steps
+from .engine.features.microbatches import microbatch
 from .engine.features.nonfinite import detect_nonfinite
 from .engine.features.optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .engine.features.persistent_params import inference

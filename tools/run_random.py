@@ -50,6 +50,7 @@ FILES = {
     ),
     "programs": ("tests/runtime/test_random_programs.py",),
     "sums": ("tests/features/test_deterministic_random.py",),
+    "alarms": ("tests/features/test_audit.py",),
     "kills": ("tests/elastic/test_random_kills.py",),
 }
 BLOCK = 10_000  # seeds of a test, before those of the next one: each draws models that no other has
@@ -344,6 +345,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sums", type=int, default=0, metavar="N", help="number of programs with deterministic sums (default: 0)"
     )
+    parser.add_argument(
+        "--alarms", type=int, default=0, metavar="N", help="number of times 25 steps with an audit (default: 0)"
+    )
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="number of jobs that lose ranks (default: 0)")
     parser.add_argument("--first", type=int, default=100_000, metavar="SEED", help="the first seed (default: 100000)")
     parser.add_argument(
@@ -376,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
         run.left.put(seed)
     _say(f"{len(asked):,} seeds, {len(left):,} of them to play, at commit {run.commit}; results in {given.results}")
     was_interrupted = _play_all(run, min(given.processes, len(left)))
-    optional = ("sums", "kills")
+    optional = ("sums", "alarms", "kills")
     chosen = " ".join(f"--{kind} {number}" for kind, number in numbers.items() if number or kind not in optional)
     command = f"tools/random_runs {chosen} --first {given.first}"
     text = report(run.results, asked, command)

@@ -25,7 +25,6 @@ from torch import Tensor
 import flatfsdp
 from flatfsdp.elastic import Survived, survive
 from flatfsdp.trainer.data_loading import Step
-from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import in_words
@@ -79,8 +78,6 @@ class Loop:
         for step in survive(trainer.model, trainer.optimizer, **options):
             first = self._before.step + 1
             self._survived = [each._replace(step=first + each.step) for each in step.survived]
-            if trainer.audit is None:
-                trainer.begin_audit()
             yield step
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,11 +183,8 @@ class Loop:
         if self._settles:
             self._stats.reset()
         trainer.running = step
-        if trainer.audit is not None:
-            trainer.audit.step = trainer.progress.step + 1
-        loss = add_gradients(
-            trainer.model, step, trainer.objective, world=world, scale=trainer.scaler.scale, seed=trainer.step_seed
-        )
+        trainer.begin_audit()
+        loss = trainer.add_gradients(step)
         grad_norm = None
         if trainer.training.clip is not None:
             trainer.scaler.unscale_(trainer.optimizer)

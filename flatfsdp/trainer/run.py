@@ -287,11 +287,6 @@ class Run:
         """The elapsed share of `training.minutes`, up to the last step with metrics; 0 without that limit."""
         return self.progress.seconds / 60 / self.training.minutes if self.training.minutes is not None else 0.0
 
-    @property
-    def step_seed(self) -> int | None:
-        """The seed of each microbatch's random numbers; None where they continue from one to the next."""
-        return self.training.seed if self.fsdp.deterministic_sums else None
-
     def planned_steps(self) -> int | None:
         """The total number of steps of the run; None where only time or the data ends it."""
         return planned_steps(self.training, self.loader, self.progress.step)
@@ -346,16 +341,21 @@ class Run:
         if self.checkpoints.complete_at < self.progress.step:
             self.save()
 
+    def add_gradients(self, step: Step) -> torch.Tensor:
+        """Those of the microbatches of a step, and its losses. Collective."""
+        seed = self.training.seed if self.fsdp.deterministic_sums else None
+        return add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=seed)
+
     def begin_audit(self) -> None:
-        """Make an audit of the model, if the settings ask for one."""
+        """A step begins: make an audit of the model, if the settings ask for one and these ranks have none."""
         if self.training.audit_every is not None:
-            self.audit = Audit(self.model, self._run_again, every=self.training.audit_every)
+            self.audit = self.audit or Audit(self.model, self._run_again, every=self.training.audit_every)
+            self.audit.step = self.progress.step + 1
 
     def _run_again(self, number: int) -> None:
         """Compute a microbatch of any rank of the running step."""
         assert self.running is not None
-        step = self.loader.read(self.running, number)
-        add_gradients(self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=self.step_seed)
+        self.add_gradients(self.loader.read(self.running, number))
 
     def leave_ranks(self) -> None:
         """End what refers to the present ranks: some are lost, and the model is about to move to the others."""

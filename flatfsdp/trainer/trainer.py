@@ -26,7 +26,6 @@ from flatfsdp.trainer.arguments import ElasticArguments, FSDPArguments, Task, Tr
 from flatfsdp.trainer.callbacks import Callback, ProgressBar
 from flatfsdp.trainer.data_loading import Loader
 from flatfsdp.trainer.fused_loss import fused
-from flatfsdp.trainer.gradients import add_gradients
 from flatfsdp.trainer.hub.adapters import adapter_files, entries_without_base, export_adapter, is_adapted
 from flatfsdp.trainer.hub.pretrained import Pretrained
 from flatfsdp.trainer.instantiate import check_options, collate_for, make, named
@@ -133,8 +132,6 @@ class Trainer(Run):
             )  # fmt: skip
             if training.audit_every is not None and not loader.reads_by_number:
                 training.refuse("audit_every", "samples of an iterable dataset cannot be read again by another rank")
-            if not elastic.enabled:  # otherwise it begins anew with other ranks
-                self.begin_audit()
             # A checkpoint of adapters has no base.
             if isinstance(pretrained, Pretrained) and (is_adapted(model) or not self._finds_checkpoint()):
                 pretrained.load_into(model)
@@ -227,9 +224,7 @@ class Trainer(Run):
         if step is None:
             raise ConfigValueError("train_data: there is no sample to measure a step with")
         with activations_counted() as activations:
-            add_gradients(
-                self.model, step, self.objective, world=self.world, scale=self.scaler.scale, seed=self.step_seed
-            )
+            self.add_gradients(step)
         self.optimizer.zero_grad(set_to_none=True)
         return max(most for (most,) in self.ranks.rows(activations.peak_bytes))
 

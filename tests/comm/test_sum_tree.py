@@ -20,6 +20,12 @@ def by_definition(leaves: list[torch.Tensor]) -> torch.Tensor:
     return leaves[0]
 
 
+def leaves_of(tree: SumTree, block: Block) -> list[int]:
+    """The microbatches of a block."""
+    level, position = block
+    return [index for half in tree.halves(block) for index in leaves_of(tree, half)] if level else [position]
+
+
 def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.view(torch.int32).tolist()
 
@@ -31,24 +37,21 @@ def test_halves_and_parents(count: int) -> None:
     while left:
         block = left.pop()
         seen.append(block)
-        if len(tree.microbatches(block)) > 1:
+        if block[0]:
             halves = tree.halves(block)
             assert [tree.parent(half) for half in halves] == [block, block]
-            assert [*map(tree.microbatches, halves)] == [
-                range(tree.microbatches(block).start, tree.microbatches(halves[1]).start),
-                range(tree.microbatches(halves[1]).start, tree.microbatches(block).stop),
-            ]
-            assert all(tree.contains(block, half) and not tree.contains(half, block) for half in halves)
+            assert leaves_of(tree, block) == [index for half in halves for index in leaves_of(tree, half)]
             left += halves
     assert len(seen) == 2 * count - 1
-    assert tree.blocks_of(range(count)) == [tree.root]
+    assert leaves_of(tree, tree.root) == [*range(count)]
+    assert tree.blocks_of(range(count)) == (tree.root,)
 
 
 def test_aligned_ranks_send_one_block() -> None:
-    assert SumTree(8).blocks_of([4, 5, 6, 7]) == [(2, 1)]
-    assert SumTree(12).blocks_of([8, 11, 9, 10]) == [(2, 2)]
-    assert SumTree(12).blocks_of(range(3, 9)) == [(0, 3), (2, 1), (0, 8)]
-    assert SumTree(5).blocks_of([4]) == [(0, 4)]
+    assert SumTree(8).blocks_of([4, 5, 6, 7]) == ((2, 1),)
+    assert SumTree(12).blocks_of([8, 11, 9, 10]) == ((2, 2),)
+    assert SumTree(12).blocks_of(range(3, 9)) == ((0, 3), (2, 1), (0, 8))
+    assert SumTree(5).blocks_of([4]) == ((0, 4),)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -72,7 +75,10 @@ def test_any_partition(seed: int) -> None:
             held[0, index] = leaves[index].clone()
             for block in tree.merged(held):
                 if block not in held:
-                    parts = {each: held.pop(each) for each in [*held] if tree.contains(block, each)}
+                    leaves_inside = set(leaves_of(tree, block))
+                    parts = {
+                        each: held.pop(each) for each in [*held] if leaves_inside.issuperset(leaves_of(tree, each))
+                    }
                     into = draw.choice([*parts.values()])
                     tree.add_up(block, parts, into)
                     held[block] = into

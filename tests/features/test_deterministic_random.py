@@ -11,7 +11,7 @@ import torch
 
 import flatfsdp
 from tests.conftest import Run
-from tests.features.test_deterministic_sums import BF16, WRAPS, Net, batch, clip, contents, unsynchronized
+from tests.features.test_deterministic_sums import BF16, WRAPS, Net, batch, clip, contents, unsynchronized, wrapped
 from tests.harness.thorough import seeds
 
 pytestmark = pytest.mark.distributed
@@ -27,14 +27,21 @@ def play(rank: int, world: int, seed: int) -> Found:
     make = same.choice([torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
     counts = [same.randint(1, 11) for _ in range(STEPS)]
     rare = same.random()
+    inner = [same.randint(1, 70) * same.choice([1, 1, -1]) for _ in range(same.randint(1, 4))]
     torch.manual_seed(seed)
-    net = Net(recomputed)
-    kind = here.choice([name for name in WRAPS if name not in ("offloaded", *(["fully_shard"] if bf16 else []))])
+    net = Net(recomputed, width=same.randint(2, 40), inner=inner, out=same.choice([1, 30, 700, 3001]))
+    ways = {name: wrap for name, wrap in WRAPS.items() if name not in ("offloaded", *(["fully_shard"] if bf16 else []))}
+    if world == 4:
+        ways |= {
+            name: partial(wrapped, mesh=(2, 2), sharding_strategy=name)
+            for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        }
+    kind = here.choice([*ways])
     messages = world > 1 and here.random() < 0.3
     if messages:
         flatfsdp.share_host_memory(False)
     try:
-        model = WRAPS[kind](net, **({"mixed_precision": BF16} if bf16 else {}))
+        model = ways[kind](net, **({"mixed_precision": BF16} if bf16 else {}))
         optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
         found = []
         for step, count in enumerate(counts):
@@ -79,7 +86,8 @@ def test_random_programs(run: Run, seed: int) -> None:
     worlds = [2, 3, 4] if seed % 2 else [2 + seed // 2 % 3]
     for world in worlds:
         for rank, found in enumerate(run(world, play, seed)):
-            assert not difference(found, expected), f"seed {seed} on {world} ranks, rank {rank}"
+            where = difference(found, expected)
+            assert not where, f"seed {seed} on {world} ranks, rank {rank}: first difference in {where}"
 
 
 def test_a_difference_is_named() -> None:

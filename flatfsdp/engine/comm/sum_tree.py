@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -50,11 +51,6 @@ class SumTree:
                 return found
         return None
 
-    def microbatches(self, block: Block) -> range:
-        """The microbatches of a block."""
-        level, position = block
-        return range(position << level, min((position + 1) << level, self.leaves))
-
     def merged(self, blocks: Iterable[Block]) -> list[Block]:
         """The fewest blocks that are the sum of these, which have no microbatch in common; in order."""
         found, left = set[Block](), [*blocks]
@@ -69,37 +65,27 @@ class SumTree:
                 left.append(parent)
         return sorted(found, key=lambda block: block[1] << block[0])
 
-    def blocks_of(self, microbatches: Iterable[int]) -> list[Block]:
+    def blocks_of(self, microbatches: Iterable[int]) -> tuple[Block, ...]:
         """The fewest blocks with these microbatches; in order."""
-        return self.merged((0, index) for index in microbatches)
-
-    def contains(self, block: Block, other: Block) -> bool:
-        """Whether `other` is a part of `block`, or `block` itself."""
-        return other[0] <= block[0] and other[1] >> block[0] - other[0] == block[1]
+        return tuple(self.merged((0, index) for index in microbatches))
 
     def add_up(self, block: Block, terms: Mapping[Block, torch.Tensor], output: torch.Tensor) -> None:
-        """Write the sum of `terms`, blocks that are all of `block`, to `output`, which may be one of them: no other is
-        written to."""
-        address = output.data_ptr()
-        own = next((each for each, term in terms.items() if term.data_ptr() == address), None)
-        total = self._sum(block, terms, output, own)
-        if total.data_ptr() != address:
+        """Write the sum of those of `terms` that are parts of `block`, and all of it, to `output`, which may be one of
+        them: no other is written to."""
+        is_term = any(term.data_ptr() == output.data_ptr() for term in terms.values())
+        into = torch.empty_like(output) if is_term and len(terms) > 2 else output  # two are read as they are written
+        total = self._sum(block, terms, into)
+        if total.data_ptr() != output.data_ptr():
             output.copy_(total)
 
-    def _sum(
-        self, block: Block, terms: Mapping[Block, torch.Tensor], output: torch.Tensor, own: Block | None
-    ) -> torch.Tensor:
-        """The sum of `block`: a term, or in `output`. `own`: the term that is there, which is read before."""
+    def _sum(self, block: Block, terms: Mapping[Block, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        """The sum of `block`: a term, or in `output`."""
         if (term := terms.get(block)) is not None:
             return term
         left, right = self.halves(block)
-        is_right = own is not None and self.contains(right, own)
-        first, second = (right, left) if is_right else (left, right)
-        one = self._sum(first, terms, output, own)
-        in_use = one is output or (own is not None and self.contains(first, own))
-        other = self._sum(second, terms, torch.empty_like(output) if in_use and second not in terms else output, None)
-        torch.add(*((other, one) if is_right else (one, other)), out=output)  # in order: a NaN may be that of the first
-        return output
+        one = self._sum(left, terms, output)
+        other = self._sum(right, terms, torch.empty_like(output) if one is output and right not in terms else output)
+        return torch.add(one, other, out=output)
 
 
 @dataclass(frozen=True)
@@ -117,11 +103,11 @@ class BlockExchange:
     results: tuple[Block, ...]
 
     @staticmethod
-    def of(tree: SumTree, of_ranks: Iterable[Sequence[Block]], kept: Sequence[Block] = ()) -> BlockExchange:
-        """The exchange of these blocks."""
-        sent = tuple(map(tuple, of_ranks))
-        results = tree.merged([*kept, *(block for blocks in sent for block in blocks)])
-        return BlockExchange(tree, sent, tuple(kept), tuple(results))
+    @lru_cache(maxsize=256)  # the same for all units, and mostly in all steps
+    def of(tree: SumTree, added: tuple[frozenset[int], ...], before: frozenset[int]) -> BlockExchange:
+        """The exchange of the microbatches that each rank has added, where pieces of those `before` are kept."""
+        sent, kept = tuple(map(tree.blocks_of, added)), tree.blocks_of(before)
+        return BlockExchange(tree, sent, kept, tree.blocks_of(before.union(*added)))
 
     @property
     def most(self) -> int:
@@ -131,5 +117,4 @@ class BlockExchange:
     def add_up(self, terms: Mapping[Block, torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Write the results to `outputs`."""
         for block, output in zip(self.results, outputs, strict=True):
-            inside = {each: term for each, term in terms.items() if self.tree.contains(block, each)}
-            self.tree.add_up(block, inside, output)
+            self.tree.add_up(block, terms, output)

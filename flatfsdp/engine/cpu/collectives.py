@@ -78,7 +78,7 @@ class SharedMemoryExchange:
         """`StagedTransport.sum_blocks`."""
         operation = self._shared.sum_blocks(own)
         if not own.share:
-            large = is_waited_for_early(sum(own.sizes) * own.exchange.most * own.itemsize)
+            large = is_waited_for_early(sum(own.sizes) * own.exchange.most * own.outputs[0].itemsize)
             return self._under_way(operation, advances_in_waits=large)
         self._comm_stats.issued += 1
         return self._under_way(self._shared.gather([RankPieces([piece]) for piece in own.share], depends=True))

@@ -120,7 +120,7 @@ class SharedMemory:
 
     def sum_blocks(self, own: RankBlocks) -> Operation:
         """The sums of blocks of microbatches over ranks, of this rank's pieces."""
-        each = own.itemsize * (self.world - 1) * own.exchange.most
+        each = own.outputs[0].itemsize * (self.world - 1) * own.exchange.most
         return self._issue(BlockSum(own), max(own.sizes), bytes_each=each)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor) -> Operation:

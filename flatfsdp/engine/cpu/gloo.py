@@ -137,7 +137,7 @@ class DeterministicGloo(StagedTransport):
         shared = self._shared_memory(own.outputs[0]) if own.exchange.most and min(own.sizes) else None
         if not isinstance(shared, SharedMemoryExchange) or isinstance(shared, SimulatedSharedMemory):
             return super().sum_blocks(own, stream)
-        self.comm_stats.log("reduce_scatter", len(own.blocks) * sum(own.sizes) * own.itemsize)
+        self.comm_stats.log("reduce_scatter", len(own.blocks) * sum(own.sizes) * own.outputs[0].itemsize)
         return self._exchange(stream, lambda: shared.sum_blocks(own), *own.outputs)
 
     def all_to_all(self, arrived: torch.Tensor, sent: torch.Tensor, stream: Stream) -> PendingWork:

@@ -93,7 +93,7 @@ class BlockSum(Operation):
 
     def _begin(self, chunk: Chunk[Operation], reader: int, writer: int, number: int) -> int:
         """The offset of a block's piece for `reader` in the outbox of `writer`."""
-        each = (chunk.end - chunk.start) * self._own.itemsize
+        each = (chunk.end - chunk.start) * self._own.outputs[0].itemsize
         return chunk.offset + each * ((reader if reader < writer else reader - 1) * self._own.exchange.most + number)
 
     def post(self, chunk: Chunk[Operation], outbox: torch.Tensor) -> None:

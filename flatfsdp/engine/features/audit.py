@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..agreement.checksums import checksum
 from ..agreement.object_collectives import all_or_none
 from ..base import _torch
 from ..base.events import Observer
+from ..base.hashing import hash63
 from ..base.nested_tensors import tensors_in
 from ..flat.flat_param import FlatParameter, FlatParamHandle
 from ..flat.states import UNSHARDED
@@ -33,8 +35,8 @@ from ..guards import optimizer_hooks
 from ..models.rest import check_outside, outermost_model
 from ..runtime.model import Model
 from ..runtime.unit import Unit
-from .block_reducer import Step
-from .deterministic_sums import DeterministicSums, running_index
+from .deterministic_sums import DeterministicSums
+from .microbatches import Step, running
 
 Memory = tuple[weakref.ref[torch.Tensor], tuple[int, ...]]  # a tensor, and versions that show writes to it
 Checksums = dict[str, int]  # of one microbatch, by words, in the order in which they were taken
@@ -112,12 +114,12 @@ class Audit:
         self._seen: dict[int, Checksums] = {}  # of this rank's microbatches of an audited step
         self._again: Checksums | None = None  # of the one that is computed again
         sums.ledger.look = self._look
-        calls = _Calls(self)
+        self._calls = _Calls(self)
         for called in (optimizer_hooks.looking, optimizer_hooks.following):
-            called.add(calls)
+            called.add(self._calls)
         for unit in inner.units:
             unit.around = partial(self._around, unit.around)
-        inner.observers.add(calls)
+        inner.observers.add(self._calls)
         inner.setup.options_changed()
 
     @property
@@ -137,15 +139,13 @@ class Audit:
         if (model := self._model()) is None:
             return
         check_outside(model.outermost, "Audit.remove()")
-        calls = model.observers.find(_Calls)
-        assert calls is not None
         for called in (optimizer_hooks.looking, optimizer_hooks.following):
-            called.discard(calls)
+            called.discard(self._calls)
         for unit in model.units:
             if isinstance(around := unit.around, partial) and around.func == self._around:
                 unit.around = around.args[0]
         self._sums.ledger.look = None
-        model.observers.remove(calls)
+        model.observers.remove(self._calls)
         model.setup.options_changed()
         self._model = lambda: None
         self._kept.clear()
@@ -239,7 +239,8 @@ class Audit:
     ) -> Any:
         """Run the forward of `unit`, and look at the parameters that it has computed with, and at its outputs."""
         run = call if inside is None else partial(inside, unit, call)
-        found, model = self._checksums(running_index()), self._model()
+        index = running.value.index if running.value is not None else None
+        found, model = self._checksums(index), self._model()
         if found is None or model is None:
             return run(*args, **kwargs)
         if unit is model.outermost:
@@ -298,7 +299,8 @@ class Audit:
             found.append(self._run_again(model, chosen.get(ranks[(here + distance) % world], 0), of))
             if distance == 1:
                 with model.agreement.collective_call("the comparison of an audit", always=True):
-                    sums = peers.numbers_of_ranks(*map(_digest, found), int(lacks))
+                    digests = [hash63(str(sorted(filter(itemgetter(1), each.items())))) for each in found]
+                    sums = peers.numbers_of_ranks(*digests, int(lacks))
                 if unseen := [rank for rank in ranks if sums[rank][2]]:
                     raise UsageError(
                         f"Audit: step {self.step} is audited, and microbatches of it ran on {ranks_in_words(unseen)} "
@@ -307,7 +309,7 @@ class Audit:
                 pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
                 if all(sums[rank][1] == sums[owner][0] for rank, owner in pairs if owner in chosen):
                     return
-        found = [{name: value for name, value in each.items() if value} for each in found]  # zeros may be missing
+        found = [{name: value for name, value in each.items() if value} for each in found]
         every = [*all_or_none(peers.axes, lambda: found, doing=COMPARES).values()]
         problems = []
         for index, rank in enumerate(ranks):
@@ -350,8 +352,10 @@ class _Calls(Observer):
 
 
 def _check_between_microbatches(call: str) -> None:
-    if (index := running_index()) is not None:
-        raise UsageError(f"{call} inside of microbatch({index}): the audit would see a part of it. Do it between steps")
+    if running.value is not None:
+        raise UsageError(
+            f"{call} inside of microbatch({running.value.index}): the audit would see a part of it. Do it between steps"
+        )
 
 
 def _judged(votes: list[tuple[int, Checksums]], *, alone: bool) -> str:
@@ -383,17 +387,6 @@ def _plain(value: Any) -> list[torch.Tensor]:
 
 
 def _add_to(found: Checksums, name: str, value: int) -> None:
-    """Add a checksum to those of the same name, as of a recomputation."""
-    found[name] = _in_64_bits(31 * found.get(name, 0) + value)
-
-
-def _digest(found: Checksums) -> int:
-    """One number for all of them. Differences of some do not add up to zero, as they do in a sum: they are small."""
-    number = 0
-    for name in sorted(name for name, value in found.items() if value):
-        number = _in_64_bits(0x9E3779B97F4A7C15 * number + found[name])
-    return number
-
-
-def _in_64_bits(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
+    """Add a checksum to those of the same name, as of a recomputation; nothing for zeros, which may be missing."""
+    if value:
+        found[name] = hash63(f"{found.get(name, 0)} {value}")

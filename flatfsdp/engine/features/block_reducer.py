@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ...errors import UsageError, fail
 from ..comm.process_group_transport import all_of
 from ..comm.sum_tree import Block, BlockExchange, SumTree
 from ..comm.tensor_groups import TensorGroup
@@ -23,6 +21,7 @@ from ..flat.reduction import ReductionInput
 from ..transports.block_sums import RankBlocks
 from ..transports.pieces import RankPieces, pieces_of_ranks
 from ..transports.staged import StagedTransport
+from .microbatches import Ledger
 
 UNFORESEEN = (
     "deterministic_sums=True: a backward brought gradients of parameters that its graph had not shown when it began, "
@@ -31,88 +30,19 @@ UNFORESEEN = (
 )
 
 
-@dataclass
-class Step:
-    """The microbatches of the running step, as far as this rank knows.
-
-    Attributes:
-        tree: over its microbatches.
-        own: those whose backward this rank has run; unsent: those that were not in an exchange.
-        exchanged: what ranks have added in each exchange, by global rank.
-        is_complete: whether the last exchange has brought all.
-    """
-
-    tree: SumTree
-    own: set[int] = field(default_factory=set)
-    unsent: set[int] = field(default_factory=set)
-    exchanged: list[dict[int, frozenset[int]]] = field(default_factory=list)
-    is_complete: bool = False
-
-    def added_by(self, ranks: Iterable[int], first: int = 0, last: int | None = None) -> frozenset[int]:
-        """The microbatches that these ranks have added in exchanges from `first` to before `last`."""
-        found = [each[rank] for each in self.exchanged[first:last] for rank in ranks if rank in each]
-        return found[0] if len(found) == 1 else frozenset().union(*found)
-
-    @property
-    def missing(self) -> list[int]:
-        """Those that no rank has added, as far as this rank knows."""
-        found = self.own.union(*(indices for each in self.exchanged for indices in each.values()))
-        return [index for index in range(self.tree.leaves) if index not in found]
-
-
-@lru_cache(maxsize=256)  # the same for all units, and mostly in all steps
-def _exchange(tree: SumTree, added: tuple[frozenset[int], ...], before: frozenset[int]) -> BlockExchange:
-    """The exchange of what each rank has added, where pieces of the microbatches `before` are kept."""
-    return BlockExchange.of(tree, [tree.blocks_of(each) for each in added], tree.blocks_of(before))
-
-
 def _nothing() -> None:
     """The engine, or nobody else, owns the memory."""
 
 
-class Ledger:
-    """The microbatches of the steps of one model.
-
-    Attributes:
-        step: the running one; None between steps.
-        current: the microbatch of the running backward, or of the last one; None for a stand-in.
-        groups: by global rank, the ranks of its shard group.
-        refuse: refuses a backward, with words that reach other ranks; a weak reference.
-        look: if anything is attached that looks at gradients before they are added to others: called with a flat
-            parameter, the index of the microbatch (None for a stand-in), and the unsharded gradient.
-    """
-
-    refuse: Callable[[], Callable[[str], NoReturn] | None]
-    look: Callable[[FlatParamHandle, int | None, torch.Tensor], object] | None
-
-    def __init__(self) -> None:
-        self.step: Step | None = None
-        self.current: int | None = None
-        self.groups: dict[int, frozenset[int]] = {}
-        self.refuse = lambda: None
-        self.look = None
-
-    @property
-    def running(self) -> Step:
-        """The running step."""
-        assert self.step is not None
-        return self.step
-
-
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An unsharded block: a 1-D tensor and its segments. `free` gives its memory back; `disown` leaves it to the tensor
-    alone."""
+    """An unsharded block: a 1-D tensor and its segments. `free` gives its memory back, unless the engine owns it;
+    `disown` leaves it to the tensor alone."""
 
     tensor: torch.Tensor
     segments: TensorGroup
-    free: Callable[[], object]
-    disown: Callable[[], object]
-
-
-def _held(tensor: torch.Tensor, segments: TensorGroup) -> Held:
-    """A block in memory that the engine owns, or that is freed with the tensor."""
-    return Held(tensor, segments, _nothing, _nothing)
+    free: Callable[[], object] = _nothing
+    disown: Callable[[], object] = _nothing
 
 
 class BlockSums:
@@ -131,7 +61,8 @@ class BlockSums:
         self._tracker = handle.tracker
         self.blocks: dict[Block, Held | None] = {}
         self.kept: dict[Block, torch.Tensor] = {}
-        self.since = self._counted = 0
+        self.since = 0
+        self._uncount: Callable[[], object] = _nothing
 
     def add(self, microbatch: int, window: Window | None) -> None:
         """Add a microbatch, and merge blocks as far as possible."""
@@ -163,43 +94,35 @@ class BlockSums:
     def keep(self, kept: Mapping[Block, torch.Tensor]) -> None:
         """Replace `kept`."""
         self.kept = dict(kept)
-        self._tracker.remove("partial", self._counted)
-        self._counted = sum(each.nbytes for each in [*self.kept.values()][:-1])  # the engine counts the last one
-        self._tracker.add("partial", self._counted)
+        self._uncount()
+        held = sum(each.nbytes for each in [*self.kept.values()][:-1])  # the engine counts the last one
+        self._uncount = self._tracker.allocate("partial", held)
 
-    def drop(self) -> bool:
-        """Drop all sums; returns whether there were any."""
-        found = bool(self.blocks or self.kept)
+    def drop(self) -> None:
+        """Drop all sums."""
         for held in self.blocks.values():
             if held is not None:
                 held.free()
         self.blocks = {}
         self.keep({})
         self.since = 0
-        return found
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count the bytes in `tracker` from now on."""
-        self._tracker.remove("partial", self._counted)
-        tracker.add("partial", self._counted)
         self._tracker = tracker
+        self.keep(self.kept)
 
     def joining(
         self, inputs: Sequence[ReductionInput], scatter: Reducer, replicate: Reducer | None
     ) -> tuple[Reducer, Reducer | None]:
         """The reducers of the blocks of all `inputs`, whose buffers hold the running microbatch."""
         if self.ledger.step is None:
-            self._refuse(UNFORESEEN)
+            self.ledger.refuse(UNFORESEEN)
         states = [each.carried for each in inputs if isinstance(each.carried, BlockSums)]
         joined = [state._enter(each, alone=len(inputs) == 1) for state, each in zip(states, inputs, strict=True)]
         complete = self.ledger.running.is_complete
         first = BlockReducer(joined, scatter, is_last=complete and replicate is None)
         return first, BlockReducer(joined, replicate, is_last=complete) if replicate is not None else None
-
-    def _refuse(self, problem: str) -> NoReturn:
-        if (refuse := self.ledger.refuse()) is not None:
-            refuse(problem)
-        fail(UsageError(problem))
 
     def _enter(self, given: ReductionInput, *, alone: bool) -> Joined:
         """Let the reduction of `given` include all blocks. `alone`: it is that of no other flat parameter."""
@@ -208,7 +131,7 @@ class BlockSums:
         if self.ledger.look is not None:
             self.ledger.look(self.handle, self.ledger.current, buffer.tensor)
         if self.since == len(step.exchanged):
-            self._refuse(
+            self.ledger.refuse(
                 f"deterministic_sums=True: gradients of unit {self.handle.label} came in two parts, which would be "
                 "added in another order under no_sync(). Use checkpoint(..., use_reentrant=False)"
             )
@@ -216,9 +139,9 @@ class BlockSums:
         blocks, self.blocks = self.blocks, {}
         in_place = alone and self.handle.is_unsharded_at_rest
         if in_place:  # no rank has pieces: sums of earlier backwards are whole
-            blocks |= {block: _held(each, TensorGroup([each])) for block, each in self.kept.items()}
+            blocks |= {block: Held(each, TensorGroup([each])) for block, each in self.kept.items()}
             self.keep({})
-        own = _held(buffer.tensor, given.segments)
+        own = Held(buffer.tensor, given.segments)
         if (current := self.ledger.current) is not None:
             blocks[0, current] = own
         blocks = self._merged(blocks, own)
@@ -283,7 +206,7 @@ class BlockReducer:
     def _scatter(self, output: torch.Tensor, joined: Sequence[Joined], stream: Stream) -> PendingWork:
         step, ranks, since = self._step, self._axis.ranks, joined[0].since
         added = tuple(step.added_by([rank], since) for rank in ranks)
-        exchange = _exchange(step.tree, added, step.added_by(ranks, 0, since))
+        exchange = BlockExchange.of(step.tree, added, step.added_by(ranks, 0, since))
         blocks = [
             self._pieces(TensorGroup.join([each.blocks[block].segments for each in joined]))
             for block in exchange.of_ranks[self._axis.rank]
@@ -320,7 +243,7 @@ class BlockReducer:
         """Sum the blocks of all ranks, of which the last is in `tensor`, in place. Collective."""
         step, states = self._step, [each.state for each in self._joined]
         groups = [states[0].ledger.groups.get(rank, frozenset({rank})) for rank in self._axis.ranks]
-        exchange = _exchange(step.tree, tuple(map(step.added_by, groups)), frozenset())
+        exchange = BlockExchange.of(step.tree, tuple(map(step.added_by, groups)), frozenset())
         *others, last = states[0].kept or (None,)
         with stream.running():
             whole = {block: _joined_up([state.kept[block] for state in states]) for block in others} | {last: tensor}

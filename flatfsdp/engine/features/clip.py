@@ -39,9 +39,9 @@ from ..runtime.model import Model
 from ..runtime.unit import Unit
 from ..transports.blocking import all_reduce_now, gather_now
 from .deterministic_sums import DeterministicSums
+from .exact_sums import scale_for, sum_of_powers, value_of
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
-from .tiled_norms import power_sum
 
 Grads = list[torch.Tensor]
 _GRAD = attrgetter("grad")
@@ -89,21 +89,20 @@ class _Gradients(NamedTuple):
     Attributes:
         sharded: sharded gradients, by the process groups over which their norms are summed, with their transports. The
             same groups on all ranks, whichever parameters a rank has chosen.
-        whole: gradients that every rank holds completely (NO_SHARD, ignored parameters); outside: those in no unit.
+        whole: gradients that every rank holds completely (NO_SHARD, ignored parameters).
         dtypes: of the gradients on any rank, including dtypes of which this rank holds none.
         summed: dtypes that the models have for gradients, the same on all ranks.
     """
 
     sharded: dict[tuple[Any, ...], tuple[list[Transport], list[torch.Tensor]]]
     whole: list[torch.Tensor]
-    outside: list[torch.Tensor]
     dtypes: set[torch.dtype]
     summed: set[torch.dtype]
 
     @classmethod
     def of(cls, models: Iterable[Model], chosen: Mapping[int, torch.Tensor]) -> _Gradients:
         """The gradients of the `chosen` parameters, by their ids, in units of `models` or outside of them."""
-        found = cls({}, [], [], set(), set())
+        found = cls({}, [], set(), set())
         managed: set[int] = set()
         own_grads = dict(zip(chosen, locals_of(map(_GRAD, chosen.values())), strict=True))
         spread = [(unit, axes) for model in models for axes in [norm_axes(model.setup.units)] for unit in model.units]
@@ -132,7 +131,6 @@ class _Gradients(NamedTuple):
         """Add `grads` of parameters in no unit, which every rank holds completely."""
         added = list(grads)
         self.whole.extend(added)
-        self.outside.extend(added)
         self.dtypes.update(map(attrgetter("dtype"), added))
 
     def in_their_dtype(self, norm: torch.Tensor) -> torch.Tensor:
@@ -150,6 +148,20 @@ class _Gradients(NamedTuple):
         """The dtype in which norms are computed."""
         is_wide = not (self.dtypes | self.summed).isdisjoint((torch.float64, torch.complex128))
         return torch.float64 if is_wide else torch.float32
+
+    def exact_norm(self, p: int, device: torch.device) -> torch.Tensor:
+        """`norm` for a whole number, of which no bit depends on the order of ranks or elements. [Note: exact sums]"""
+        largest = self.norm(math.inf, device) if p else torch.ones((), device=device)
+        scale = scale_for(largest)
+        total = sum_of_powers(self.whole, p, scale)
+        for axes, grads in self.sharded.values():
+            digits = sum_of_powers(grads, p, scale)
+            for axis in axes:
+                all_reduce_now(axis, digits)
+            total += digits
+        found = value_of(total)
+        norm = found if p == 0 else found ** (1.0 / p) / scale
+        return torch.where(largest.isfinite(), norm, largest).to(self.wide)
 
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
         """The norm of all these gradients, in float32 or float64. Collective over the groups of `sharded`."""
@@ -202,7 +214,7 @@ def clip_grad_norm(
     chosen = {id(parameter): parameter for parameter in parameters}
     with _collective_call(models, chosen.keys(), call, p, max_norm):
         found = _Gradients.of(models, chosen)
-        norm = _norm_of(found, models, chosen, p, call, error_if_nonfinite=error_if_nonfinite)
+        norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
         every = [*chain.from_iterable(map(itemgetter(1), found.sharded.values())), *found.whole]
         if not every:
             warn(
@@ -263,14 +275,9 @@ def _collective_call(
 
 
 def _norm_of(
-    found: _Gradients,
-    models: Sequence[Model],
-    chosen: Container[int],
-    p: float,
-    call: str,
-    *,
-    error_if_nonfinite: bool,
+    found: _Gradients, models: Sequence[Model], p: float, call: str, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
+    device = models[0].resources.device.device
     deterministic = [each.observers.find(DeterministicSums) is not None for each in models]
     if not math.isinf(p) and any(deterministic):
         if not all(deterministic):
@@ -283,10 +290,9 @@ def _norm_of(
                 f"{call}: norm_type {p:g} with deterministic_sums=True: powers are rounded alike on any number of "
                 "ranks for whole numbers only. Use 1, 2, another whole number, or inf"
             )
-        norm = power_sum(models, chosen, found.outside, p, found.wide)
-        norm = norm if p == 0 else norm ** (1.0 / p)
+        norm = found.exact_norm(int(p), device)
     else:
-        norm = found.norm(p, models[0].resources.device.device)
+        norm = found.norm(p, device)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         culprits = [
             of_all_ranks(first_gradient(each.units), agreement_of(each.agreement), each.units) for each in models
@@ -379,7 +385,7 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         with _collective_call(models, chosen.keys(), call, p):
             found = _Gradients.of(models, chosen)
             found.add_whole(each for each in given if id(each) not in holders)
-            norm = _norm_of(found, models, chosen, p, call, error_if_nonfinite=error_if_nonfinite)
+            norm = _norm_of(found, models, p, call, error_if_nonfinite=error_if_nonfinite)
             return found.in_their_dtype(norm)
 
     return get_total_norm

@@ -36,9 +36,10 @@ from ..base.overrides import without_memory as without_memory_now
 from ..comm import transport as comm
 from ..comm.axes import served_as
 from ..device.streams import standing_in
-from ..features.deterministic_sums import DeterministicSums, microbatch
+from ..features.deterministic_sums import DeterministicSums
 from ..features.fake_tensors import without_memory
 from ..features.matrix_exchange import MATRICES
+from ..features.microbatches import microbatch
 from ..features.optimizer_in_backward import OptimizerInBackward
 from ..guards.optimizer_hooks import wholes_of
 from ..models.rest import outermost_model

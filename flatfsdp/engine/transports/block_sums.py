@@ -33,11 +33,6 @@ class RankBlocks:
     sizes: Sequence[int]
     share: Sequence[torch.Tensor] = ()
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.outputs[0].dtype.itemsize
-
     def add_up(self, arrived: Mapping[Block, torch.Tensor], start: int, end: int) -> None:
         """Write the sums of the elements from `start` to `end`, given those of other ranks' blocks, to `outputs`."""
         terms = dict(arrived)

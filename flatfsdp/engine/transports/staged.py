@@ -20,7 +20,16 @@ from ..base import _torch
 from ..base.overrides import is_memoryless
 from ..comm.axes import Axis
 from ..comm.comm_stats import CommStats
-from ..comm.process_group_transport import ProcessGroupTransport, all_of, as_bytes, copy, is_ordered, real, wait_for
+from ..comm.process_group_transport import (
+    ProcessGroupTransport,
+    Several,
+    all_of,
+    as_bytes,
+    copy,
+    is_ordered,
+    real,
+    wait_for,
+)
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
@@ -253,20 +262,14 @@ class StagedTransport(ProcessGroupTransport):
         if is_memoryless():
             return DONE
         with stream.running():
-            work: Work = dist.all_to_all_single(
-                arrived, sent, splits, splits, group=self.group.process_group, async_op=True
-            )
-            if stream.is_callers:
-                return PendingWork(work=work, keep=(arrived, sent))
-            wait_for(work)
-            return stream.communicating(arrived, sent)
+            return self._exchange_messages(arrived, sent, splits, splits, stream)
 
     def sum_blocks(self, own: RankBlocks, stream: Stream) -> PendingWork:
         """The sums of blocks of microbatches over ranks, of this rank's pieces. Collective.
         [Note: tree of microbatches]"""
         rank, sizes, out = own.rank, own.sizes, own.outputs[0]
         counts = [len(sent) for sent in own.exchange.of_ranks]
-        self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * own.itemsize)
+        self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * own.outputs[0].itemsize)
         if is_memoryless():
             return DONE
         sent = [0 if r == rank else counts[rank] * size for r, size in enumerate(sizes)]
@@ -292,28 +295,18 @@ class StagedTransport(ProcessGroupTransport):
 
     def _share(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send this rank's one of `pieces` to all others, and receive theirs, blocking."""
-        rank, own = self.group.rank, pieces[self.group.rank]
-        others = [piece for r, piece in enumerate(pieces) if r != rank]
-        arrived, outgoing = own.new_empty(sum(map(torch.Tensor.numel, others))), own.repeat(len(others))
-        sent = [0 if r == rank else own.numel() for r in range(len(pieces))]
-        arriving = [0 if r == rank else piece.numel() for r, piece in enumerate(pieces)]
         self.comm_stats.issued += 1
-        wait_for(self._start_messages(arrived, outgoing, arriving, sent))
-        copy(others, arrived.split([piece.numel() for piece in others]))
-
-    def _start_messages(
-        self, arrived: torch.Tensor, outgoing: torch.Tensor, arriving: list[int], sent: list[int]
-    ) -> Work:
-        work: Work = dist.all_to_all_single(
-            arrived, outgoing, arriving, sent, group=self.group.process_group, async_op=True
-        )
-        return work
+        sources = [(piece, rank) for piece, rank in zip(pieces, self.group.ranks, strict=True) if piece.numel()]
+        group = self.group.process_group
+        wait_for(Several([dist.broadcast(piece, rank, group=group, async_op=True) for piece, rank in sources]))
 
     def _exchange_messages(
         self, arrived: torch.Tensor, outgoing: torch.Tensor, arriving: list[int], sent: list[int], stream: Stream
     ) -> PendingWork:
         """Send the parts of `outgoing`, of the sizes `sent`, to the ranks, and receive theirs; on this stream."""
-        work = self._start_messages(arrived, outgoing, arriving, sent)
+        work: Work = dist.all_to_all_single(
+            arrived, outgoing, arriving, sent, group=self.group.process_group, async_op=True
+        )
         if stream.is_callers:
             return PendingWork(work=work, keep=(arrived, outgoing))
         wait_for(work)

@@ -1,0 +1,76 @@
+"""Sums of powers of gradients that have the same bits on any number of ranks.
+
+[Note: exact sums] A sum of floating-point numbers depends on its order, one of whole numbers does not. So magnitudes
+are divided by a power of two above the largest one, which all ranks know; each power, which is then below 1, is cut off
+behind `DIGITS` digits of `BITS` bits; and digits are added up by themselves: in float64 as long as that is exact, then
+as whole numbers. What is cut off of an element is less than 2^-60 of the largest power. So nobody has to know where
+shards end, which rank has which elements, or how modules are wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from ..base import _torch
+
+DIGITS, BITS = 2, 30
+IN_CACHES, TOGETHER = 2**16, 2**22  # elements that are added up at once: on a CPU; elsewhere, exactly in float64
+
+
+def scale_for(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two that makes magnitudes of at most `largest`, which is finite, less than 1; a float64 scalar."""
+    bound = largest.double().clamp(min=2.0**-1000)
+    return torch.frexp(bound).mantissa / bound
+
+
+def sum_of_powers(tensors: Iterable[torch.Tensor], p: int, scale: torch.Tensor) -> torch.Tensor:
+    """The digits of the sum of |scale * v|^p over all elements v of `tensors`, none of them above 1; for p = 0 those of
+    the number of non-zeros. int64 of shape (DIGITS,), on the device of `scale`, for fewer than 2^33 elements on all
+    ranks: digits of different ranks are added up as they are."""
+    total = torch.zeros(DIGITS, dtype=torch.int64, device=scale.device)
+    for pieces in _together(tensors, IN_CACHES if scale.device.type == "cpu" else TOGETHER):
+        sizes = [piece.numel() for piece in pieces]
+        values = torch.empty(sum(sizes), dtype=torch.float64, device=scale.device)
+        _torch.foreach_copy_([*values.split(sizes)], pieces)
+        rest = _power(values.mul_(scale), p)
+        for digit in total:
+            whole = rest.mul_(2.0**BITS).floor()
+            digit += whole.sum().long()
+            rest -= whole
+    return total
+
+
+def value_of(digits: torch.Tensor) -> torch.Tensor:
+    """The number with these digits, a float64 scalar."""
+    places = [2.0 ** (-BITS * place) for place in range(1, DIGITS + 1)]
+    return (digits.double() * digits.new_tensor(places, dtype=torch.float64)).sum()
+
+
+def _together(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """The elements of `tensors`, 1-D, in groups of at most so many; magnitudes of complex ones."""
+    group, room = list[torch.Tensor](), most
+    for tensor in tensors:
+        left = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1)
+        if left.is_complex():
+            real, imaginary = left.real.double(), left.imag.double()
+            left = (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
+        while left.numel():
+            group.append(left[:room])
+            left, room = left[room:], room - group[-1].numel()
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
+
+
+def _power(values: torch.Tensor, p: int) -> torch.Tensor:
+    """|v|^p by products alone, which are rounded alike wherever an element lies in a tensor; `pow` is not."""
+    if p == 0:
+        return (values != 0).double()
+    found = values.abs() if p % 2 else values * values
+    for _ in range(2 - p % 2, p):
+        found *= values
+    return found
