@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,6 +52,8 @@ FILES = {
     "sums": ("tests/features/test_deterministic_random.py",),
     "alarms": ("tests/features/test_audit.py",),
     "kills": ("tests/elastic/test_random_kills.py",),
+    "joins": ("tests/elastic/test_random_joins.py",),
+    "pauses": ("tests/elastic/test_random_pauses.py",),
 }
 BLOCK = 10_000  # seeds of a test, before those of the next one: each draws models that no other has
 WORDS = 6000  # of a report of a failure that are kept
@@ -92,6 +94,7 @@ class Result:
     again: str = ""  # the outcome of a seed that has failed once, in ranks that have just started
     commit: str = ""
     ended: str = ""
+    recoveries: Sequence[float] = ()  # seconds of each, from lost ranks
 
     @property
     def key(self) -> Seed:
@@ -146,8 +149,9 @@ def play(seed: Seed) -> Result:
 
 
 def _play_once(seed: Seed) -> Result:
-    from tests.harness import pool
+    from tests.harness import pool, thorough
 
+    thorough.found = found = thorough.Found()
     file, name = seed.test.split("::")
     worlds: list[int] = []
     answers: list[list[Any]] = []
@@ -167,7 +171,7 @@ def _play_once(seed: Seed) -> Result:
     outcome, words = "right", ""
     try:
         random_tests_in(file)[name](run, seed.seed)
-        outcome = "refused" if refused else "right"
+        outcome = "refused" if refused or found.refused else "right"
     except pytest.skip.Exception:
         outcome = "skipped"
     except Exception:
@@ -175,7 +179,8 @@ def _play_once(seed: Seed) -> Result:
         if answers:
             words += f"answers of the ranks: {answers[-1]}"
     world = max(worlds, default=0)
-    return Result(seed.test, seed.seed, outcome, world, time.monotonic() - began, _shortened(words))
+    seconds = time.monotonic() - began
+    return Result(seed.test, seed.seed, outcome, world, seconds, _shortened(words), recoveries=found.recoveries)
 
 
 def _shortened(words: str) -> str:
@@ -324,6 +329,13 @@ def report(results: dict[Seed, Result], asked: list[Seed], command: str) -> str:
         name = test.removeprefix("tests/")
         numbers = " | ".join(f"{number:,}" for number in (len(own), *counts))
         lines.append(f"| {name} | {numbers} | {sum(row.seconds for row in own) / 60:.1f} |")
+    for test in sorted({row.test for row in rows if row.recoveries}):
+        times = sorted(each for row in rows if row.test == test for each in row.recoveries)
+        middle, most = times[len(times) // 2], times[len(times) * 9 // 10]
+        lines.append(
+            f"\nRecoveries in {test.removeprefix('tests/')}: {len(times):,}; half of them took less than "
+            f"{middle:.2f} s, nine of ten less than {most:.2f} s, the longest {times[-1]:.2f} s."
+        )
     lines += [f"\nFailed: `{row.key}`" for row in rows if not row.is_good]
     return "\n".join(lines) + "\n"
 
@@ -349,6 +361,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--alarms", type=int, default=0, metavar="N", help="number of times 25 steps with an audit (default: 0)"
     )
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="number of jobs that lose ranks (default: 0)")
+    parser.add_argument("--joins", type=int, default=0, metavar="N", help="number of jobs that grow (default: 0)")
+    parser.add_argument(
+        "--pauses",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of jobs in which a rank pauses, or saves, for 20 s, or is fenced (default: 0)",
+    )
     parser.add_argument("--first", type=int, default=100_000, metavar="SEED", help="the first seed (default: 100000)")
     parser.add_argument(
         "--processes", type=int, default=2, metavar="P", help="number of seeds to run at the same time (default: 2)"
@@ -380,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
         run.left.put(seed)
     _say(f"{len(asked):,} seeds, {len(left):,} of them to play, at commit {run.commit}; results in {given.results}")
     was_interrupted = _play_all(run, min(given.processes, len(left)))
-    optional = ("sums", "alarms", "kills")
+    optional = ("sums", "alarms", "kills", "joins", "pauses")
     chosen = " ".join(f"--{kind} {number}" for kind, number in numbers.items() if number or kind not in optional)
     command = f"tools/random_runs {chosen} --first {given.first}"
     text = report(run.results, asked, command)

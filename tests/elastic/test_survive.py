@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from flatfsdp.engine.agreement import process_groups
 from flatfsdp.engine.watchdog.regions import current_watch, expecting
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import LostRankError, UsageError
+from flatfsdp.trainer.demo.model import ByteTransformer
 from tests.harness import fresh, pool
 from tests.harness.fresh import Outcome
 
@@ -44,22 +45,66 @@ def net() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+class Tried(NamedTuple):
+    """A model: a function that makes it, the class of its units, the path of the second one, and its loss."""
+
+    make: Callable[[], nn.Module]
+    unit: str
+    second: str
+    loss: Callable[[nn.Module, torch.Generator], torch.Tensor]
+
+
+def demo() -> nn.Module:
+    torch.manual_seed(0)
+    return ByteTransformer(width=16, layers=2, heads=2, context=8)
+
+
+def llama() -> nn.Module:
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+    return made
+
+
+def of_numbers(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    found: torch.Tensor = model(torch.randn(3, 16, generator=generator)).square().mean()
+    return found
+
+
+def of_tokens(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    tokens = torch.randint(256, (3, 8), generator=generator)
+    found = model(tokens)
+    return nn.functional.cross_entropy(getattr(found, "logits", found).flatten(0, 1), tokens.flatten())
+
+
+MODELS = {
+    "net": Tried(lambda: net(), "Linear", "2", of_numbers),  # which tests replace
+    "demo": Tried(demo, "Block", "blocks.1", of_tokens),
+    "llama": Tried(llama, "LlamaDecoderLayer", "model.layers.1", of_tokens),
+}
+
 WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "fully_shard", "fully_shard, kept")
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "fully_shard, hybrid")
 
 
-def sharded(way: str) -> Any:
-    """The net, sharded in one of `WAYS`, or of `HYBRIDS`: two replicas. Collective."""
+def sharded(way: str, tried: Tried) -> Any:
+    """The model, sharded in one of `WAYS`, or of `HYBRIDS`: two replicas. Collective."""
     world = dist.get_world_size()
     names = ("replicate", "shard")
     replicas = 1 if world % 2 else 2  # a rank that joins builds the model alone
     shape = (replicas, world // replicas)
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names) if way in HYBRIDS else None
-    model = net()
+    model = tried.make()
+    units = [each for each in model.modules() if type(each).__name__ == tried.unit]
     if "fully_shard" not in way:
-        options: dict[str, Any] = {"device_mesh": mesh, "auto_wrap_policy": {nn.Linear}, "use_orig_params": True}
+        options: dict[str, Any] = {
+            "device_mesh": mesh,
+            "auto_wrap_policy": {type(units[0])},
+            "use_orig_params": True,
+        }
         return FullyShardedDataParallel(model, sharding_strategy=way, deterministic_sums=True, **options)
-    for module in [*(each for each in model if isinstance(each, nn.Linear)), model]:
+    for module in [*units, model]:
         flatfsdp.fully_shard(module, mesh=mesh, reshard_after_forward="kept" not in way, deterministic_sums=True)
     return model
 
@@ -72,19 +117,53 @@ def die_in(moment: str, loss: torch.Tensor) -> None:
         raise ValueError("no such file")
     elif moment == "save":
         CheckpointRanks.exchange = lambda *unused: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    elif moment == "refresh":
+        Block.take = is_killed_in_a_copy  # type: ignore
     elif moment.startswith("stopped for"):
         stop_for(float(moment.split()[2]))
+    elif moment.startswith("slow save of"):
+        slow_save(float(moment.split()[3]))
     else:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop_for(seconds: float) -> None:
-    """Stop this process, which another one wakes."""
+def is_killed_in_a_copy(block: Block, *args: Any) -> None:
+    block.memory[: block.nbytes // 2] = 77
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for(seconds: float, after: float = 0.0) -> None:
+    """Stop this process, or let it be stopped soon by another one, which wakes it."""
     if os.fork() == 0:
+        if after:
+            time.sleep(after)
+            os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(seconds)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if not after:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def slow_save(seconds: float) -> None:
+    """Let the next save of this rank take so long: others wait for it."""
+    exchange = CheckpointRanks.exchange
+
+    def exchanges(*given: Any) -> Any:
+        CheckpointRanks.exchange = exchange  # type: ignore
+        time.sleep(seconds)
+        return exchange(*given)
+
+    CheckpointRanks.exchange = exchanges  # type: ignore
+
+
+# Moments of a recovery, with what `survive` calls then: there a process dies that has another loss to survive.
+RECOVERY = {"as groups are made": "forget_calls", "as blocks are brought": "brought", "as the model moves": "regroup"}
+
+
+def die_in_recovery(moment: str) -> None:
+    module = importlib.import_module("flatfsdp.elastic.survive")
+    setattr(module, RECOVERY[moment], lambda *unused, **named: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def train(
@@ -101,17 +180,21 @@ def train(
     way: str = "FULL_SHARD",
     least_ranks: int = 1,
     at: Callable[[int, int], None] = lambda rank, number: None,
+    name: str = "net",
 ) -> tuple[str, list[tuple[int, int]]]:
     """`kills`: by rank, the step and the moment in which it dies. Returned: a hash of the model, and (step, ranks) for
     each step that was taken to its end. `parts`: the steps, one loop for each; `saves`: the folder for checkpoints, of
     which each step writes one; `before`: called first, with the rank; `way`: of `sharded`; `at`: called in each step,
-    with the rank and its number."""
+    with the rank and its number; `name`: of the model."""
     before(rank)
     start()
-    model = sharded(way)
+    tried = MODELS[name]
+    model = sharded(way, tried)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     dies_in, moment = kills.get(rank, (-1, ""))
+    if moment in RECOVERY:
+        die_in_recovery(moment)
     taken = []
     state = {"scheduler": scheduler}
     options: dict[str, Any] = {"state": state, "group": group, "lost_after": lost_after, "every": every}
@@ -119,6 +202,8 @@ def train(
     for step in itertools.chain.from_iterable(survive(model, optimizer, steps=part, **options) for part in parts):
         if step.number == dies_in and moment.startswith("after "):
             threading.Timer(float(moment.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if step.number == dies_in and moment.startswith("pause of "):
+            stop_for(float(moment.split()[2]), after=float(moment.split()[4]))
         with step:
             time.sleep(pause)
             at(rank, step.number)
@@ -130,8 +215,9 @@ def train(
                 generator = torch.Generator().manual_seed(100 * step.number + index)
                 with flatfsdp.microbatch(index if index < MICROBATCHES else None, of=MICROBATCHES):
                     if dies and moment == "forward":
-                        model.get_submodule("2").register_forward_pre_hook(lambda *unused: die_in(moment, unused[1]))
-                    loss = model(torch.randn(3, 16, generator=generator)).square().mean()
+                        hooked = model.get_submodule(tried.second)
+                        hooked.register_forward_pre_hook(lambda *unused: die_in(moment, torch.ones(())))
+                    loss = tried.loss(model, generator)
                     if dies and moment in ("backward", "exception"):
                         die_in(moment, loss)
                     loss.backward()
@@ -140,7 +226,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            if step.number == dies_in and moment in ("boundary", "save"):
+            if step.number == dies_in and (moment in ("boundary", "save", "refresh") or "slow" in moment):
                 die_in(moment, loss)
             if saves:
                 flatfsdp.checkpoint.save(f"{saves}/{step.number}", model=model, optimizer=optimizer, overwrite=True)
@@ -154,8 +240,8 @@ def train(
     return hashlib.sha256(values + repr(optimizer.param_groups[0]["lr"]).encode()).hexdigest(), taken
 
 
-def undisturbed() -> str:
-    (outcome,) = fresh.run(1, train, {})
+def undisturbed(name: str = "net") -> str:
+    (outcome,) = fresh.run(1, train, {}, name=name)
     assert outcome.error is None, outcome
     return outcome.result[0]
 
@@ -261,11 +347,7 @@ def in_its_fourth_copy(end: Callable[[Block], None]) -> Callable[[int], None]:
 
 
 def is_killed(rank: int) -> None:
-    def end(block: Block) -> None:
-        block.memory[: block.nbytes // 2] = 77
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    in_its_fourth_copy(end)(rank)
+    in_its_fourth_copy(is_killed_in_a_copy)(rank)
 
 
 def has_no_memory(rank: int) -> None:

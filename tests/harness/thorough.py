@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, product
 from typing import TypeVar
 
@@ -27,6 +27,22 @@ class _Extent:
 
 
 _extent = _Extent()
+
+
+@dataclass
+class Found:
+    """What a test of a seed has found, beside that it is right: for reports of many seeds.
+
+    Attributes:
+        refused: whether it ended in an error that the test expects of it.
+        recoveries: the seconds of each recovery from a lost rank.
+    """
+
+    refused: bool = False
+    recoveries: list[float] = field(default_factory=list)
+
+
+found = Found()
 
 
 def options(parser: pytest.Parser) -> None:
