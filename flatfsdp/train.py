@@ -208,7 +208,7 @@ class Job:
             self._generate(trainer, self.command.generate)
             return 0
         result = trainer.train()
-        if world.leads:
+        if trainer.world.leads:  # it may be another rank than in the beginning
             goes_on = {"--resume": "latest", "--output": str(trainer.output)}
             if result.stopped_by:
                 print_line(f"stopped by {in_words(result.stopped_by)} after step {result.steps}; to resume:")
@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = PROGRAM, anno
     if job.command.export is None and job.command.generate is None and not announced and not under_launcher():
         print_line(job.announcement())
     try:
-        return run(job, job.placement, outlives=job.elastic.enabled)
+        return run(job, job.placement, outlives=job.elastic.enabled, restarts=job.elastic.restarts)
     except ONE_LINE:  # of this rank, under a launcher
         if not (complaint := complaint_in(traceback.format_exc())):
             raise
@@ -449,6 +449,8 @@ def read(arguments: Sequence[str], program: str = PROGRAM) -> Job:
         check_run(training, own, fsdp, elastic)
         if elastic.enabled and placement.device_type != "cpu":
             elastic.refuse("enabled", f"ranks go on only over gloo yet, and here they are on {placement.device_type}")
+        if elastic.restarts and under_launcher():
+            elastic.refuse("restarts", "a launcher has started these ranks, and only it can start them again")
         if command.plans and (code := code_named_by(own, training, fsdp, measured=command.measure)):
             print(f"importing and calling, with your permissions: {'; '.join(code)}\n", flush=True)
         check_options(own)

@@ -178,7 +178,7 @@ def _play_once(seed: Seed) -> Result:
         outcome, words = "failed", traceback.format_exc()
         if answers:
             words += f"answers of the ranks: {answers[-1]}"
-    world = max(worlds, default=0)
+    world = max(worlds, default=found.world)
     seconds = time.monotonic() - began
     return Result(seed.test, seed.seed, outcome, world, seconds, _shortened(words), recoveries=found.recoveries)
 

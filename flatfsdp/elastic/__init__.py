@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .api import regroup
-from .joining import start
+from .joining import has_begun, start
 from .keeper import kept_bytes
 from .survive import Step, Survived, survive
 from .transfer import Moved
 
-__all__ = ["Moved", "Step", "Survived", "kept_bytes", "regroup", "start", "survive"]
+__all__ = ["Moved", "Step", "Survived", "has_begun", "kept_bytes", "regroup", "start", "survive"]

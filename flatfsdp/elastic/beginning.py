@@ -15,7 +15,7 @@ from ..engine.agreement.process_groups import require_process_group
 from ..engine.models.rest import check_outermost
 from ..engine.models.walks import units_in
 from ..engine.wrapping.regrouping import at_rest
-from ..errors import UsageError
+from ..errors import UsageError, refuse_type
 from ..messages import gather
 from . import connections
 from .replicas import Replicas
@@ -62,16 +62,10 @@ def base_of(process_group: Any) -> tuple[Any, str]:
     program or of an earlier start with the same store.
 
     Raises:
+        ConfigTypeError: it is no TCPStore.
         UsageError: on all ranks: a rank serves it.
     """
-    store = process_group.get_group_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        raise UsageError(
-            f"survive(): the store of the process group is a {type(store).__name__}; expected a TCPStore, which all "
-            "ranks reach when some are lost"
-        )
+    store = tcp_store(process_group.get_group_store(), "survive: the store of the process group")
     own = store.port in connections.listening_ports(), uuid.uuid4().hex
     found = gather(own, process_group, call="called survive()")
     serves = [each for each, _ in found]
@@ -82,6 +76,19 @@ def base_of(process_group: Any) -> tuple[Any, str]:
             "serves"
         )
     return store, f"elastic/{found[0][1]}"
+
+
+def tcp_store(store: Any, what: str) -> Any:
+    """`store` without prefixes.
+
+    Raises:
+        ConfigTypeError: it is of another kind.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        refuse_type(what, store, "a TCPStore, which processes reach also when others are lost, or come later")
+    return store
 
 
 def own_host(host: str, port: int) -> str:

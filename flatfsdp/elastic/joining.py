@@ -34,9 +34,10 @@ from ..engine.models.walks import units_in
 from ..engine.runtime.model import model_of
 from ..engine.state.optim.param_map import ParamMap, groups_of
 from ..engine.watchdog.store import StoreClient, launcher_serves_it
-from ..errors import UsageError, refuse_type
+from ..errors import UsageError
 from ..messages import gather_bytes
 from . import own_state
+from .beginning import tcp_store
 from .exchange import ParityRanks
 from .job import Job
 
@@ -105,6 +106,16 @@ def start(
     dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     TO_JOIN[dist.group.WORLD] = name
     return True
+
+
+def has_begun(store: Any) -> bool:
+    """Whether a job takes the steps of its `survive`, so that processes that call `start` now join it; for a program
+    that starts lost ranks again. Not collective.
+
+    Args:
+        store: the client, or the server, of the store of that job.
+    """
+    return notes_of(store, _starts()).read("job") is not None
 
 
 def _starts() -> str:
@@ -191,8 +202,4 @@ def _store_outside(store: Any, wait: float) -> Any:
                 f"TORCHELASTIC_USE_AGENT_STORE={os.environ.get('TORCHELASTIC_USE_AGENT_STORE')}"
             )
         return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=wait))
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        refuse_type("start: store", store, "a TCPStore, which processes reach that come later")
-    return store
+    return tcp_store(store, "start: store")

@@ -136,19 +136,21 @@ def survive(
 
 
 class Survived(NamedTuple):
-    """A loss that this process has survived.
+    """A change of the ranks of the job that this process has been through.
 
     Attributes:
         step: the number of the step with which the job went on.
         lost: the numbers of the lost processes, their ranks when the job began, each with words that follow "rank 3 ".
-        ranks: how many are left.
-        seconds: from the error in the step until the job went on.
+        ranks: how many there are now.
+        seconds: from the error in the step, or from when the others met those that joined, until the job went on.
+        joined: the numbers of the processes that joined: those that follow.
     """
 
     step: int
     lost: Mapping[int, str]
     ranks: int
     seconds: float
+    joined: tuple[int, ...] = ()
 
 
 class Step:
@@ -158,7 +160,7 @@ class Step:
         number: of the step; the same again after a loss.
         completed: whether its `with` came to its end, without a loss. A completed step is taken again, too, if a rank
             is lost before the next refresh is complete on all ranks.
-        survived: the losses that this process has survived so far, in this loop.
+        survived: the losses that this process has survived so far, in this loop, and the joins.
     """
 
     completed = False
@@ -281,9 +283,11 @@ class Survival:
             self._end()
             raise
         self._joins = False
+        now = Survived(self._next, {}, dist.get_world_size(), time.monotonic() - began, (self._job.own,))
+        self.survived.append(now)
         print_immediately(
-            f"[flatfsdp, rank {dist.get_rank()}] joins, as one of {dist.get_world_size()} ranks, with step "
-            f"{self._next}, after {time.monotonic() - began:.2f} s"
+            f"[flatfsdp, rank {dist.get_rank()}] joins, as one of {now.ranks} ranks, with step {now.step}, after "
+            f"{now.seconds:.2f} s"
         )
 
     def reach(self) -> bool:
@@ -441,8 +445,9 @@ class Survival:
             found = f"from {latest[-1]}, the last checkpoint that" if latest else "from the beginning: no checkpoint"
             raise LostRankError(f"{last}. Start the job again {found} was saved or loaded here") from last
         lost = {number: self._job.lost[number] for number in before if number not in self._job.members}
-        now = Survived(self._next, lost, dist.get_world_size(), time.monotonic() - began)
-        self.survived += [now] if lost else []
+        joined = tuple(number for number in self._job.members if number not in before)
+        now = Survived(self._next, lost, dist.get_world_size(), time.monotonic() - began, joined)
+        self.survived += [now] if lost or joined else []
         print_immediately(
             f"[flatfsdp, rank {dist.get_rank()}] goes on with {now.ranks} ranks from step {now.step}, "
             f"{now.seconds:.2f} s after {'others came' if error is None else type(error).__name__}"

@@ -381,9 +381,12 @@ class ElasticArguments(Settings):
     )
     least_ranks: Count = setting(1, "end the run when fewer ranks are left")
     lost_after: Positive = setting(60.0, "seconds without a sign of life after which a rank counts as lost")
+    restarts: Whole = setting(
+        0, "how many lost ranks the command starts again, all together; they join the others between two steps"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("every", "group", "least_ranks", "lost_after"):
+        for name in ("every", "group", "least_ranks", "lost_after", "restarts"):
             if getattr(self, name) != getattr(type(self), name) and not self.enabled:
                 self.refuse(name, f"it applies only with {self.called('enabled')}")
 

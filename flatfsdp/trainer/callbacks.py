@@ -69,7 +69,7 @@ class Callback:
                 )
 
     def on_begin(self, trainer: Run) -> None:
-        """Called before the first step, after a checkpoint was loaded."""
+        """Called before the first step, after a checkpoint was loaded; not on a rank that joins later."""
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
         """Called before step number `step`, counted from 1, is computed."""
@@ -84,8 +84,8 @@ class Callback:
         """Called once a save has begun, which stalled training so long. An asynchronous one completes later."""
 
     def on_other_ranks(self, trainer: Run) -> None:
-        """Called with `[elastic]` after ranks were lost: the run has gone back to `trainer.progress`, and goes on with
-        those in `trainer.world`, whose numbers may have changed."""
+        """Called with `[elastic]` after ranks were lost, or have joined: the run has gone back to `trainer.progress`,
+        and goes on with those in `trainer.world`, whose numbers may have changed."""
 
     def on_end(self, trainer: Run, result: TrainingResult) -> None:
         """Called after the last step, its evaluation and its checkpoint."""
@@ -512,6 +512,12 @@ class Summary(Callback):
             f"the loss of {ranks_in_words([*each.lost])} in step {each.step:,}, in {each.seconds:.1f} s, by "
             f"{each.ranks} rank{'' if each.ranks == 1 else 's'}"
             for each in result.survived
+            if each.lost
         ]
-        facts |= {"survived": "; ".join(lost)} if lost else {}
+        joined = [
+            f"{ranks_in_words(each.joined)} in step {each.step:,}, {each.ranks} ranks from then on"
+            for each in result.survived
+            if each.joined
+        ]
+        facts |= {name: "; ".join(words) for name, words in (("survived", lost), ("joined", joined)) if words}
         return facts | {name: str(path) for name, path in trainer.written.items()}

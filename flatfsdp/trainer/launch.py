@@ -17,19 +17,21 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flatfsdp import retain_host_memory
+from flatfsdp.elastic import has_begun, start
 from flatfsdp.errors import ConfigValueError
 from flatfsdp.trainer.preemption import handled_by, in_words, is_first, meant_by, state_of
 from flatfsdp.trainer.rendezvous import store_of_this_start
@@ -48,37 +50,43 @@ class RankContext:
         rank: this process among all, 0 to size - 1.
         size: number of processes.
         device: the device that this rank computes on.
+        joins: whether this process is alone yet, and joins the ranks of a job that runs (`flatfsdp.elastic.start`).
     """
 
     rank: int
     size: int
     device: torch.device
+    joins: bool = False
 
     @property
     def leads(self) -> bool:
         """Whether this rank prints and writes for all."""
-        return self.rank == 0
+        return self.rank == 0 and not self.joins
 
     @classmethod
-    def join(cls, device: str = "auto") -> RankContext:
+    def join(cls, device: str = "auto", *, outlives: bool = False) -> RankContext:
         """Join the default process group. It is made if it does not exist: of the ranks that the launcher started
         (collective over them), or of this process alone.
 
         Args:
             device: a type of device, or "auto" for cuda if available. Where the group already exists, the program has
                 chosen among the devices of the machine: this rank uses torch's current one.
+            outlives: whether these ranks go on when others are lost, so that processes may come later and join them.
 
         Raises:
             ConfigValueError: this machine has no such device.
         """
         if not dist.is_initialized():
-            _init(_context(Placement.of(None if under_launcher() else 1, device).device_type))
+            _init(_context(Placement.of(None if under_launcher() else 1, device).device_type), outlives=outlives)
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
         kind = device_type_of(device)
         own = torch.device("cpu")
         if kind != "cpu":
             own = torch.device(kind, torch.get_device_module(kind).current_device())
-        return cls(dist.get_rank(), dist.get_world_size(), own)
+        return cls(dist.get_rank(), dist.get_world_size(), own, dist.group.WORLD in _alone)
+
+
+_alone: weakref.WeakSet[Any] = weakref.WeakSet()  # the default process group of a process that joins, until it has
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,9 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run(job: Callable[..., int], placement: Placement, *arguments: Any, outlives: bool = False) -> int:
+def run(
+    job: Callable[..., int], placement: Placement, *arguments: Any, outlives: bool = False, restarts: int = 0
+) -> int:
     """Run `job` on every rank of `placement`; returns when the ranks that this process is responsible for are done.
 
     SIGINT, SIGTERM and SIGUSR1 are forwarded to the spawned ranks, which may take their time to end
@@ -142,6 +152,7 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any, outlives
         job: the function that a rank runs, `job(world, *arguments)`; it returns an exit code. All can be pickled.
         outlives: whether spawned ranks go on by themselves when others are lost (`flatfsdp.elastic.survive`): those
             that are lost are reported, and an error only if no rank comes to its end.
+        restarts: how many of these are started again, all together, to join the others.
 
     Returns:
         The highest exit code of these ranks; 128 plus its number if a signal stopped them.
@@ -152,53 +163,79 @@ def run(job: Callable[..., int], placement: Placement, *arguments: Any, outlives
         torch.multiprocessing.ProcessExitedException: a spawned rank was killed.
     """
     if under_launcher():
-        return _run_rank(job, placement, arguments)
+        return _run_rank(job, placement, arguments, outlives=outlives)
     store = _store_on_loopback()
     context = mp.get_context("spawn")
     code, stop = context.Value("i", 0), context.Value("i", 0, lock=False)
-    shared = (store.port, code, stop, job, placement, arguments)
+    shared = (store.port, code, stop, job, placement, arguments, outlives)
+    processes: list[Any] = []
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # hides that the other ranks end, too
     with _signals_forwarded(stop) as started:
-        # New processes ignore SIGINT while they import; for this process it stays pending.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+        def spawn(first: int, count: int) -> Any:
+            # New processes ignore SIGINT while they import; for this process it stays pending.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                made = mp.spawn(_spawned, args=(first, *shared), nprocs=count, join=False)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            processes.extend(made.processes)
+            started(made.processes)
+            return made
+
+        def again(rank: int) -> _Process | None:
+            nonlocal restarts
+            if not restarts or stop.value or not has_begun(store):
+                return None
+            restarts -= 1
+            made = spawn(rank, 1)
+            print_line(f"rank {rank} is started again (process {made.pids()[0]}), to join the others")
+            return _Process(rank, made.processes[0], made.error_files[0])
+
         try:
-            ranks = mp.spawn(_spawned, args=shared, nprocs=placement.ranks, join=False)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            started(ranks.processes)
-            if not outlives or not _outlive(ranks):
+            ranks = spawn(0, placement.ranks)
+            if not outlives or not _outlive(ranks, again):
                 _join(ranks)
         except mp.ProcessExitedException:
             if not stop.value:
                 raise
             print_line(f"stopped by {in_words(stop.value)} while no step was running: there is nothing more to save")
         finally:
-            _end(ranks.processes)  # after an exception in this process only, they would continue to train
+            _end(processes)  # after an exception in this process only, they would continue to train
     return 128 + stop.value if stop.value else int(code.value)
 
 
-def _outlive(ranks: Any) -> bool:
-    """Wait until all have ended, and report each that was lost. Returns whether any has come to its end."""
+class _Process(NamedTuple):
+    """A process that runs as a rank, and the file with its traceback."""
+
+    rank: int
+    process: Any
+    report: str
+
+
+def _outlive(ranks: Any, again: Callable[[int], _Process | None]) -> bool:
+    """Wait until all have ended, and report each that was lost, and start it `again`, if that returns a process.
+    Returns whether any has come to its end."""
     print_line(f"processes of the ranks: {' '.join(map(str, ranks.pids()))}")
-    running = {process.sentinel: rank for rank, process in enumerate(ranks.processes)}
+    both = zip(ranks.processes, ranks.error_files, strict=True)
+    running = {process.sentinel: _Process(rank, process, file) for rank, (process, file) in enumerate(both)}
     ended_well = False
     while running:
         for sentinel in connection.wait([*running], timeout=1.0 if ended_well else None):
-            rank = running.pop(sentinel)
-            process = ranks.processes[rank]
+            rank, process, file = running.pop(sentinel)
             process.join()
             if not process.exitcode:
                 ended_well = True
                 continue
             code = process.exitcode
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            report = _read_report(ranks.error_files[rank]).strip()
+            report = _read_report(file).strip()
             if found := _OF_ANOTHER.search(report):
                 report = found[0]
             print_line("\n".join([f"rank {rank} (process {process.pid}) has ended: {how}", *filter(None, [report])]))
-        for rank in running.values() if ended_well else ():
-            process = ranks.processes[rank]
+            if running and not ended_well and (made := again(rank)) is not None:
+                running[made.process.sentinel] = made
+        for rank, process, _ in running.values() if ended_well else ():
             if state_of(process.pid) == "T":
                 print_line(f"rank {rank} (process {process.pid}) is stopped, and the run has ended without it: killed")
                 process.kill()
@@ -230,8 +267,10 @@ def _read_report(file: str) -> str:
     return ""
 
 
-# The last lines of the traceback of a rank that failed with another.
-_OF_ANOTHER = re.compile(r"^flatfsdp\.errors\.(Agreement|LostRank)Error: .*\Z", re.MULTILINE | re.DOTALL)
+# The last lines of the traceback of a rank that failed with another, or came too late to join.
+_OF_ANOTHER = re.compile(
+    r"^flatfsdp\.errors\.((Agreement|LostRank)Error: |UsageError: cannot join).*\Z", re.MULTILINE | re.DOTALL
+)
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -271,26 +310,28 @@ def _signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
 
 
 def _spawned(
-    rank: int,
+    place: int,
+    first: int,
     port: int,
     code: Any,
     stop: Any,
     job: Callable[..., int],
     placement: Placement,
     arguments: tuple[Any, ...],
+    outlives: bool,
 ) -> None:
     # A terminal's ^C reaches the whole process group: the parent forwards its own to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     meant_by(stop)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    ranks = str(placement.ranks)
+    rank, ranks = first + place, str(placement.ranks)
     # The variables of torchrun: hybrid strategies read which ranks share a node, logs read the rank.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     if placement.device_type == "cpu":
         torch.set_num_threads(max(1, _cores() // placement.ranks))
     _stay_on_loopback()
-    mine = _run_rank(job, placement, arguments, dist.TCPStore("127.0.0.1", port, is_master=False))
+    mine = _run_rank(job, placement, arguments, dist.TCPStore("127.0.0.1", port, is_master=False), outlives=outlives)
     with code.get_lock():
         code.value = max(code.value, mine)
 
@@ -320,10 +361,16 @@ def _end_with_the_parent() -> None:
 
 
 def _run_rank(
-    job: Callable[..., int], placement: Placement, arguments: tuple[Any, ...], store: dist.Store | None = None
+    job: Callable[..., int],
+    placement: Placement,
+    arguments: tuple[Any, ...],
+    store: dist.Store | None = None,
+    *,
+    outlives: bool = False,
 ) -> int:
     context = _context(placement.device_type)
-    _init(context, store)
+    if _init(context, store, outlives=outlives):
+        context = replace(context, rank=0, size=1, joins=True)
     try:
         return job(context, *arguments)
     finally:
@@ -338,20 +385,27 @@ def _context(device_type: str) -> RankContext:
     return RankContext(rank, int(os.environ.get("WORLD_SIZE", 1)), device)
 
 
-def _init(context: RankContext, store: dist.Store | None = None) -> None:
+def _init(context: RankContext, store: dist.Store | None = None, *, outlives: bool = False) -> bool:
+    """Make the default process group; returns whether it is of this process alone, which joins others later."""
     device = context.device
     if device.type == "cpu":
         retain_host_memory()
     else:
         torch.get_device_module(device).set_device(device)
+    backend = dist.get_default_backend_for_device(device.type)
+    if outlives and under_launcher():
+        joins = start(backend, store=store, rank=context.rank, world_size=context.size)
+        _alone.update([dist.group.WORLD] if joins else [])
+        return joins
     with nullcontext(store) if store is not None else store_of_this_start() as own:
         dist.init_process_group(
-            dist.get_default_backend_for_device(device.type),
+            backend,
             store=own if under_launcher() else dist.HashStore(),
             rank=context.rank,
             world_size=context.size,
             device_id=None if device.type == "cpu" else device,
         )
+    return False
 
 
 def _device_count(device_type: str) -> int:

@@ -59,6 +59,7 @@ class Loop:
         self._arrives: Callable[[], None] = _nothing  # reads the metrics of the last step
         self._is_over = False
         self._survived: Sequence[Survived] = ()
+        self._earlier: Sequence[Survived] = ()  # before this process has joined
 
     def run(self) -> None:
         """Take the steps that the limits allow, evaluate and save. Collective."""
@@ -73,25 +74,38 @@ class Loop:
         trainer, elastic = self._trainer, self._trainer.elastic
         if not elastic.enabled:
             yield from repeat(nullcontext())
-        options = {name: value for name, value in vars(elastic).items() if name != "enabled"}
+        options = {name: value for name, value in vars(elastic).items() if name not in ("enabled", "restarts")}
         options |= {"steps": sys.maxsize, "state": {"run": self}, "before_change": trainer.leave_ranks}
         for step in survive(trainer.model, trainer.optimizer, **options):
             first = self._before.step + 1
-            self._survived = [each._replace(step=first + each.step) for each in step.survived]
+            self._survived = [*self._earlier, *(each._replace(step=first + each.step) for each in step.survived)]
             yield step
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run between two stages, except model, optimizer and random numbers."""
-        return {"losses": self._losses, "components": {each.name: each.save() for each in self._components()}}
+        run = {"before": self._before.state_dict(), "survived": [each._asdict() for each in self._survived]}
+        states = {each.name: each.save() for each in self._components()}
+        return {"losses": self._losses, "components": states, "run": self._trainer.state_of_run() | run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to such a state, on other ranks. Collective."""
+        """Go back to such a state, on other ranks, or begin with it on a rank that joins. Collective."""
         for component in self._components():
             component.load(state["components"][component.name])
+        if self._trainer.world.joins:
+            self._join(state["run"])
         self._losses, self.stopped_by, self._is_over = state["losses"], 0, False
         self._arrives, self._settling_from = _nothing, self._trainer.progress.step
         self._trainer.follow_ranks()
         self._failure = self._trainer.attempt_callbacks("on_other_ranks")
+
+    def _join(self, run: Mapping[str, Any]) -> None:
+        """Take over, from the other ranks, what they know since the run began."""
+        trainer, progress = self._trainer, self._trainer.progress
+        trainer.join(run)
+        self._before.load_state_dict(run["before"])
+        self._planned = trainer.planned_steps()
+        self._started = time.monotonic() + self._before.seconds - progress.seconds
+        self._earlier = [Survived(**each) for each in run["survived"]]
 
     def _components(self) -> list[Component]:
         return [each for each in self._trainer.checkpoints.components if each.sharing is Sharing.REPLICATED]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from flatfsdp.trainer.data_loading.sample_reader import Collate
 from flatfsdp.trainer.gradients import add_gradients, evaluate
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.objectives import Objective
+from flatfsdp.trainer.optimizers import WarmupDecayLR
 from flatfsdp.trainer.preemption import REQUESTED, StopRequest
 from flatfsdp.trainer.process_group import LocalFailure, TrainerRanks
 from flatfsdp.trainer.settings.references import resolve
@@ -356,6 +357,20 @@ class Run:
         """Compute a microbatch of any rank of the running step."""
         assert self.running is not None
         self.add_gradients(self.loader.read(self.running, number))
+
+    def state_of_run(self) -> dict[str, Any]:
+        """Plain data that a rank that joins needs, and no checkpoint has."""
+        last = None if self.checkpoint is None else str(self.checkpoint)
+        saved = {"last": last, "complete_at": self.checkpoints.complete_at}
+        return {"output": str(self.output), "metrics": self.metrics, **saved}
+
+    def join(self, state: Mapping[str, Any]) -> None:
+        """Go on with that of the others; the components are loaded already."""
+        self.training = replace(self.training, output=Path(state["output"]))
+        self.evaluation.metrics = dict(state["metrics"])
+        self.checkpoints.join(self.output, state["last"], state["complete_at"])
+        if isinstance(self.scheduler, WarmupDecayLR):
+            self.scheduler.follow(steps=self.planned_steps(), done=self.scheduler.done)
 
     def leave_ranks(self) -> None:
         """End what refers to the present ranks: some are lost, and the model is about to move to the others."""

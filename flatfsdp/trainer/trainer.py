@@ -83,9 +83,10 @@ class Trainer(Run):
         callbacks = (*callbacks_of(training), *callbacks)
         shows = training.progress and not any(isinstance(each, ProgressBar) for each in callbacks)
         callbacks = (ProgressBar(), *callbacks) if shows else tuple(callbacks)
-        world = RankContext.join(training.device)
+        world = RankContext.join(training.device, outlives=elastic.enabled)
         self._asked_output = training.output
-        training = with_folder(training)
+        if not world.joins:
+            training = with_folder(training)
         with flatfsdp.fail_together("making the trainer"):
             check_run(training, task, fsdp, elastic)
             check_options(task)
@@ -99,6 +100,8 @@ class Trainer(Run):
             adapts, without_base = is_adapted(plain), entries_without_base(plain)
             # A model that was made elsewhere may have different values on each rank.
             synced = dataclasses.replace(fsdp, sync_module_states=fsdp.sync_module_states or plain is task.model)
+            if world.joins and fsdp.strategy.startswith("hybrid"):
+                synced = dataclasses.replace(synced, replicas=1)
             model = shard(plain, synced, device=world.device)
             pretrained = named(task, "model")
             objective = make(task, "objective") or objective_for(plain)
@@ -133,7 +136,8 @@ class Trainer(Run):
             if training.audit_every is not None and not loader.reads_by_number:
                 training.refuse("audit_every", "samples of an iterable dataset cannot be read again by another rank")
             # A checkpoint of adapters has no base.
-            if isinstance(pretrained, Pretrained) and (is_adapted(model) or not self._finds_checkpoint()):
+            loads = not world.joins and (is_adapted(model) or not self._finds_checkpoint())
+            if isinstance(pretrained, Pretrained) and loads:
                 pretrained.load_into(model)
             seed_all(training.seed + 1 + world.rank)  # dropout differs between ranks
 
@@ -158,14 +162,8 @@ class Trainer(Run):
             here = (node(), os.getpid())
             peers = [pid for where, pid in self.ranks.values(here) if where == here[0] and pid != here[1]]
             with self.stop.handling_signals(peers), looking:
-                self._check_folder()
-                self._print_folder("this run writes to")
-                self.resume()
-                self._print_from_where()
-                if self.checkpoint is not None and self.training.resume != "latest":
-                    self.aside = self.checkpoints.manager.set_aside(self.checkpoint)
-                self._check_schedule()
-                self.call("on_begin")
+                if not self.world.joins:  # a run that has begun
+                    self._begin()
                 loop = Loop(self)
                 loop.run()
             self.loader.close()
@@ -173,6 +171,16 @@ class Trainer(Run):
             self.call("on_end", result)
             self._print_folder("this run is in")
         return result
+
+    def _begin(self) -> None:
+        self._check_folder()
+        self._print_folder("this run writes to")
+        self.resume()
+        self._print_from_where()
+        if self.checkpoint is not None and self.training.resume != "latest":
+            self.aside = self.checkpoints.manager.set_aside(self.checkpoint)
+        self._check_schedule()
+        self.call("on_begin")
 
     def resume(self) -> None:
         """Load the checkpoint that `training.resume` names; `train` begins with this. Nothing is moved or removed.

@@ -10,6 +10,7 @@ import pytest
 
 from tests.elastic import test_joining
 from tests.elastic.test_random_kills import moment, note_recoveries
+from tests.elastic.test_survive import MOMENTS
 from tests.harness import thorough
 from tests.harness.thorough import seeds
 
@@ -28,10 +29,10 @@ def test_random_joins(run: Any, seed: int) -> None:
     kills: dict[int, tuple[int, str]] = {}
     dies_after: dict[int, float] = {}
     if first > 1 and rng.random() < 2 / 3:
-        any_time = rng.random() < 1 / 3
-        kills[rng.randrange(first)] = rng.randrange(test_joining.STEPS - 2), moment(rng, any_time)
+        kills[rng.randrange(first)] = rng.randrange(test_joining.STEPS - 2), moment(rng, (*MOMENTS, "refresh"))
     if rng.random() < 1 / 3:
         dies_after[rng.choice([*joins])] = rng.uniform(0, 0.15)
+    thorough.found.world = first + len(joins)
     outcomes = test_joining.play(first, joins, kills, dies_after=dict(dies_after), group=group, every=every, pause=0.05)
     lost = {*kills, *dies_after}
     survivors = [outcome.error or "" for number, outcome in enumerate(outcomes) if number not in lost]

@@ -45,14 +45,15 @@ expected = functools.cache(undisturbed)
 def drawn(rng: random.Random, world: int) -> dict[int, tuple[int, str]]:
     """By rank, the step and the moment in which it dies: one rank, or of four ranks two."""
     lost = rng.sample(range(world), rng.choice((1, 2)) if world == 4 else 1)
-    kills = {rank: (rng.randrange(STEPS - 2), moment(rng, rng.random() < 1 / 3)) for rank in lost}
+    kills = {rank: (rng.randrange(STEPS - 2), moment(rng, (*MOMENTS, "save", "refresh"))) for rank in lost}
     if len(lost) == 2 and rng.random() < 1 / 3:
         kills[lost[1]] = -1, rng.choice([*RECOVERY])
     return kills
 
 
-def moment(rng: random.Random, any_time: bool) -> str:
-    return f"after {rng.uniform(0, 0.1):.4f}" if any_time else rng.choice((*MOMENTS, "save", "refresh"))
+def moment(rng: random.Random, moments: Sequence[str]) -> str:
+    """One of them, or any time."""
+    return f"after {rng.uniform(0, 0.1):.4f}" if rng.random() < 1 / 3 else rng.choice(moments)
 
 
 def note_recoveries(outcomes: Sequence[Outcome]) -> None:
@@ -69,6 +70,7 @@ def test_random_kills(run: Any, seed: int) -> None:
     kills, (on, nodes) = drawn(rng, world), rng.choice(MACHINES)
     way, name = rng.choice((*WAYS, *HYBRIDS) if world == 4 else WAYS), rng.choice(NAMES)
     options: dict[str, Any] = {"group": group, "every": every, "way": way, "name": name, "before": on}
+    thorough.found.world = world
     with tempfile.TemporaryDirectory() as folder:
         saves = folder if "save" in dict(kills.values()).values() else ""
         outcomes = fresh.run(world, train, kills, pause=0.05, saves=saves, timeout=90, **options)

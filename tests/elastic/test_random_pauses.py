@@ -11,7 +11,7 @@ import pytest
 
 from tests.elastic.test_random_kills import NAMES, expected, note_recoveries
 from tests.elastic.test_survive import STEPS, WAYS, check, machine_each, one_machine, train
-from tests.harness import fresh
+from tests.harness import fresh, thorough
 from tests.harness.thorough import seeds
 
 pytestmark = pytest.mark.process
@@ -25,6 +25,7 @@ def drawn(seed: int, worlds: tuple[int, ...]) -> tuple[random.Random, int, int, 
     rng = random.Random(seed)
     world, way, name = rng.choice(worlds), rng.choice(WAYS), rng.choice(NAMES)
     on = rng.choice((one_machine, machine_each))
+    thorough.found.world = world
     return rng, world, rng.randrange(world), {"way": way, "name": name, "before": on, "pause": 0.05, "timeout": 120}
 
 

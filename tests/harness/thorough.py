@@ -34,10 +34,12 @@ class Found:
     """What a test of a seed has found, beside that it is right: for reports of many seeds.
 
     Attributes:
+        world: the number of ranks, if they are not those of a pool.
         refused: whether it ended in an error that the test expects of it.
         recoveries: the seconds of each recovery from a lost rank.
     """
 
+    world: int = 0
     refused: bool = False
     recoveries: list[float] = field(default_factory=list)
 

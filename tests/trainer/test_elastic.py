@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from flatfsdp.trainer import CausalLM, FSDPArguments, Task, Trainer, TrainingArg
 from flatfsdp.trainer.arguments import ElasticArguments
 from flatfsdp.trainer.callbacks import Callback, MetricsLog, Summary, read_metrics
 from flatfsdp.trainer.run import Run, StepReport
+from tests.elastic import test_joining
 from tests.harness import fresh
 from tests.trainer.test_same_bits import Dropping, sentences
 from tests.trainer.test_train import TEXT, TINY, facts
@@ -64,10 +66,29 @@ class Kill(Callback):
         self.losses = [*state["losses"]]
 
 
+class Holds(Callback):
+    """Step 3 waits for process 2, which comes in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_step_begin(self, trainer: Run, step: int) -> None:
+        test_joining.hold({2: 3}, self.rank, step)
+
+
 def train(
-    rank: int, world: int, output: Path, kills: Mapping[int, tuple[int, str]], given: dict[str, Any], front: Any
-) -> tuple[list[float], str, str]:
-    """The losses of a run, a hash of its parameters, and what its last screen says of lost ranks."""
+    rank: int,
+    world: int,
+    output: Path,
+    kills: Mapping[int, tuple[int, str]],
+    given: dict[str, Any],
+    front: Any,
+    joins: bool = False,
+    **sharded: Any,
+) -> tuple[list[float], str, dict[str, str]]:
+    """The losses of a run, a hash of its parameters, and its last screen. `joins`: process 2 comes later."""
+    if joins:
+        test_joining.begin(2, {2: 3}, "0", {}, test_joining.nothing, rank)
     kill = Kill(*kills.get(rank, (0, "")))
     settings: dict[str, Any] = {
         "steps": STEPS, "batch": 2, "global_batch": 9, "lr": 0.05, "device": "cpu", "clip": 0.5, "eval_every": 2,
@@ -76,9 +97,9 @@ def train(
     trainer = Trainer(
         Task(model=Dropping, train_data=sentences, eval_data=sentences, objective=CausalLM()),
         TrainingArguments(**settings | given),
-        FSDPArguments(deterministic_sums=True, front=front),
+        FSDPArguments(deterministic_sums=True, front=front, **sharded),
         ElasticArguments(enabled=world > 1),
-        callbacks=[kill, MetricsLog()],
+        callbacks=[kill, MetricsLog(), *([Holds(rank)] if joins else [])],
     )
     result = trainer.train()
     made = hashlib.sha256()
@@ -86,7 +107,7 @@ def train(
         for value in trainer.model.state_dict().values():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             made.update(bytes(whole.contiguous().view(-1).view(torch.uint8).tolist()))
-    return kill.losses, made.hexdigest(), Summary.facts(trainer, result).get("survived", "")
+    return kill.losses, made.hexdigest(), Summary.facts(trainer, result)
 
 
 CASES: dict[str, tuple[dict[int, tuple[int, str]], dict[str, Any], str, int]] = {
@@ -113,10 +134,10 @@ def test_killed_ranks_cost_nothing(case: str, tmp_path: Path) -> None:
             assert outcome.exit_code == -signal.SIGKILL, outcome
             continue
         assert outcome.error is None and outcome.exit_code == 0, outcome
-        losses, digest, survived = outcome.result
+        losses, digest, screen = outcome.result
         assert (losses, digest) == alone.result[:2]
         words = rf"the loss of rank {next(iter(kills))} in step {step}, in \d+\.\d s, by 2 ranks"
-        assert re.fullmatch(words, survived), survived
+        assert re.fullmatch(words, screen["survived"]) and "joined" not in screen, screen
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 1)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6]
@@ -128,9 +149,52 @@ def test_killed_ranks_cost_nothing(case: str, tmp_path: Path) -> None:
     assert [each.problem for each in checkpoint.listing(folder, named="step-*")] == [""] * 3
 
 
+@pytest.mark.parametrize(
+    ("front", "given", "sharded"),
+    [("wrapper", {"data_mode": "dispatch"}, {}), ("fully_shard", {}, {"strategy": "hybrid_shard", "replicas": 1})],
+)
+def test_a_process_that_comes_later_joins(front: str, given: Any, sharded: Any, tmp_path: Path) -> None:
+    """It knows what the others know of the run, and reads its part of the data."""
+    (alone,) = fresh.run(1, train, tmp_path / "alone", {}, {}, "wrapper")
+    assert alone.error is None, alone
+    for outcome in fresh.run(3, train, tmp_path / "three", {}, given, front, joins=True, **sharded):
+        assert outcome.error is None and outcome.exit_code == 0, outcome
+        losses, digest, screen = outcome.result
+        assert (losses, digest) == alone.result[:2]
+        assert re.fullmatch(r"rank 2 in step \d, 3 ranks from then on", screen["joined"]), screen
+        assert screen["ranks"].startswith("3 on cpu") and screen["eval loss"] == alone.result[2]["eval loss"]
+        assert screen["checkpoint"] == str(tmp_path / "three" / "step-00000006")
+
+
 KILLS = """
-import multiprocessing, os, signal
+import multiprocessing, os, signal, time
+from pathlib import Path
+from flatfsdp.elastic.survive import Survival
 from flatfsdp.trainer import Callback
+
+class Returns(Callback):
+    # A rank that is lost in step 2, the first, which writes and prints, and in step 3 the others wait until it joins.
+    def on_step_begin(self, run, step):
+        if step == 2 and os.environ["RANK"] == "0" and not Path("lost").exists():
+            Path("lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while step == 3 and not Path("back").exists():
+            time.sleep(0.01)
+
+    def on_other_ranks(self, run):
+        self.folder = run.output  # of one that joins, too
+
+    def on_end(self, run, result):
+        assert self.folder == Path("here") and run.world.size == 2 and not run.world.joins
+
+reach = Survival.reach
+
+def reaches(self):
+    found = reach(self)
+    Path("back").touch()
+    return found
+
+Survival.reach = reaches
 
 class Lost(Callback):
     def on_step_begin(self, run, step):
@@ -161,11 +225,13 @@ class Interrupted(Callback):
 LOSSES = [(1, 4, 3), (0, 6, 2)]  # a rank that raises ends where all meet again, in the next step
 
 
-def command(callback: str, folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+def command(
+    callback: str, folder: Path, *given: str, elastic: tuple[str, ...] = ("--elastic",)
+) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(KILLS)
     (folder / "text.txt").write_text(TEXT)
     job = ["-m", "flatfsdp.train", *TINY, "--steps", "6", "--no-plot", "--no-progress", "--text", "text.txt"]
-    return run_command(*job, "--callbacks", f"mine:{callback}", "--elastic", *given, folder=folder)
+    return run_command(*job, "--callbacks", f"mine:{callback}", *elastic, *given, folder=folder)
 
 
 def test_the_command_survives_lost_ranks(tmp_path: Path) -> None:
@@ -179,6 +245,35 @@ def test_the_command_survives_lost_ranks(tmp_path: Path) -> None:
     assert re.fullmatch("; ".join(words), found["survived"]), done.stdout
     raised = r"^rank 0 \(process \d+\) has ended: exit code 1\nTraceback[^\0]*^ValueError: out of luck$"
     assert re.search(raised, done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_lost_rank_is_started_again_and_joins(tmp_path: Path) -> None:
+    """Losses and the model are those of an undisturbed run, to the bit."""
+    settings = ["--global-batch", "8", "--deterministic-sums", "--output", "here"]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    undisturbed = command("Callback", alone, "--ranks", "1", *settings, elastic=())
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    done = command("Returns", tmp_path, "--ranks", "2", *settings, "--elastic-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^rank 0 is started again \(process \d+\), to join the others$", done.stderr, re.MULTILINE)
+    found = facts(done.stdout)
+    assert found["ranks"].startswith("2 on cpu") and found["steps"].startswith("6 ("), done.stdout
+    assert re.fullmatch(r"the loss of rank 0 in step 2, in [\d.]+ s, by 1 rank", found["survived"]), done.stdout
+    assert re.fullmatch(r"rank 2 in step \d, 2 ranks from then on", found["joined"]), done.stdout
+    rows = [read_metrics(each / "here" / "metrics.jsonl") for each in (alone, tmp_path)]
+    losses = [[(row["step"], row["loss"], row["lr"], row["tokens"]) for row in its if "loss" in row] for its in rows]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    assert model_in(alone / "here" / "step-00000006") == model_in(tmp_path / "here" / "step-00000006")
+
+
+def model_in(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """Shape and bytes of each tensor of `model.safetensors`, whose order depends on the number of ranks."""
+    data = (folder / "model.safetensors").read_bytes()
+    first = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:first])
+    its = {name: (str(each["shape"]), each["data_offsets"]) for name, each in header.items() if name != "__metadata__"}
+    return {name: (shape, data[first + begin : first + end]) for name, (shape, (begin, end)) in its.items()}
 
 
 def test_a_stopped_rank_is_killed_when_the_run_has_ended(tmp_path: Path) -> None:

@@ -125,8 +125,11 @@ def check(folder: Path, log: str, *, killed_after: int) -> None:
 
 
 @pytest.mark.skipif(not is_thorough(), reason="takes half a minute: --thorough")
-def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
-    with agent(tmp_path, "log", "--standalone", "--nproc-per-node=2", "--max-restarts=3") as process:
+@pytest.mark.parametrize("elastic", ["", " --elastic"])
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(elastic: str, tmp_path: Path) -> None:
+    """Also where the others could go on: torchrun ends them, and starts all again, which join none of those before."""
+    ranks = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
+    with agent(tmp_path, "log", *ranks, job=JOB + elastic) as process:
         saved = wait_for(tmp_path, 2)
         os.kill(children(process.pid)[-1], signal.SIGKILL)
         assert process.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]

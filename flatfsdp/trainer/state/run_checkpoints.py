@@ -85,6 +85,11 @@ class RunCheckpoints:
         if any(ranks.values(self.broken_off)):
             self.broken_off, self.complete_at = True, -1
 
+    def join(self, folder: Path, last: str | None, complete_at: int) -> None:
+        """Go on with the checkpoints of a run that others have begun."""
+        self.manager.folder = folder.absolute()
+        self.last, self.complete_at = None if last is None else Path(last), complete_at
+
     def load(self, path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
         """Load a checkpoint that the manager has found; the caller sets `complete_at`, once it knows the step."""
         names, base = (None, "") if self.adapters is None else self.adapters[:2]
