@@ -1,11 +1,14 @@
 """Golden traces: recordings of the engine's operations in each of the programs of `programs.py`.
 
-A trace is text: the program's settings, then a paragraph for each operation with the events in order and the memory
-held. Codes are fixed here, and are none of the engine's names:
+A trace is text: the program's settings, then a paragraph for each operation with the actions of the schedules, what
+came of them, both in order, and the memory held. Codes are fixed here, and are none of the engine's names. An action
+is a verb and its units, in parentheses: the value that a schedule has returned, as it is executed.
 
-    g gather issued   G unsharded   u upload   f forward   p post-forward shard   r resharded   b backward
-    d gradients done   s reduction issued   t stepped   k kept   c consolidated   e end of a backward
-                          each with the number of its unit, in the order of modules; 0 is the outermost
+    (g gather)   (a gather ahead)   (w wait)   (f free)   (k free but for what is kept)   (l leave unsharded)
+    (z participate)   (c complete)   (s reduce)   (t end turn)   (i release inputs)
+    G unsharded   u upload   f forward   p post-forward shard   r resharded   b backward
+    d gradients done   t stepped   k kept   c consolidated   e end of a backward
+                          all with the numbers of their units, in the order of modules; 0 is the outermost
     A all-gather   S reduce-scatter   R all-reduce   B broadcast   M message   with the bytes of their larger side
     <x>y stream x waits for y   +x an event on stream x   of an accelerator's streams, where the program has one
 
@@ -23,7 +26,7 @@ import gc
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,12 +38,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flatfsdp import FullyShardedDataParallel, errors
+from flatfsdp.engine.schedule.actions import Verb
 from tests.golden.programs import COUNT, Player, world_of
 from tests.harness import inspect
 
 FILE = Path(__file__).with_name("traces.txt")
-EVENTS = {
+ACTIONS: dict[Verb, str] = {
     "gather": "g",
+    "ahead": "a",
+    "wait": "w",
+    "free": "f",
+    "retain": "k",
+    "leave": "l",
+    "participate": "z",
+    "complete": "c",
+    "reduce": "s",
+    "end turn": "t",
+    "release inputs": "i",
+}
+SHOWN = {"gather", "reduce"}  # events that actions and collectives show
+EVENTS = {
     "gathered": "G",
     "upload": "u",
     "forward": "f",
@@ -48,7 +65,6 @@ EVENTS = {
     "reshard": "r",
     "backward": "b",
     "grads": "d",
-    "reduce": "s",
     "step": "t",
     "keep": "k",
     "consolidate": "c",
@@ -130,6 +146,7 @@ class Recorder:
             self._listening.close()
             self._model = self._player.model
             self._listening.enter_context(inspect.events(self._model).listening(self._note))
+            self._listening.enter_context(inspect.actions(self._model, self._act))
             modules = FullyShardedDataParallel.fsdp_modules(self._model)
             names = {id(module): name for name, module in self._model.named_modules()}
             self._numbers = {names[id(each)]: f"{at}" for at, each in enumerate(modules)}
@@ -143,7 +160,11 @@ class Recorder:
         return [*self.lines, f"collectives: {', '.join(total) or 'none'}"]
 
     def _note(self, event: inspect.Event) -> None:
-        self.tokens.append(f"{EVENTS.get(event.kind, event.kind)}{self._numbers.get(event.unit, event.unit)}")
+        if event.kind not in SHOWN:
+            self.tokens.append(f"{EVENTS.get(event.kind, event.kind)}{self._numbers.get(event.unit, event.unit)}")
+
+    def _act(self, verb: Verb, units: Sequence[str]) -> None:
+        self.tokens.append(f"({ACTIONS[verb]}{','.join(self._numbers.get(unit, unit) for unit in units)})")
 
     def _write(self, model: Any) -> None:
         for token in self.tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FunctionType, ModuleType
@@ -34,6 +34,7 @@ from flatfsdp.engine.models.rest import quiesce
 from flatfsdp.engine.models.walks import units_in
 from flatfsdp.engine.runtime.iteration import STAGE_STEPS
 from flatfsdp.engine.runtime.model import model_of
+from flatfsdp.engine.schedule.actions import Verb
 from flatfsdp.engine.state.consolidate import store
 from flatfsdp.engine.watchdog.regions import current_watch
 from flatfsdp.engine.wrapping import shared_storage
@@ -318,6 +319,22 @@ def _model(model: Any) -> Any:
 def events(model: Any) -> Events:
     """The events of `model` from now on."""
     return Events(_model(model).resources.events)
+
+
+@contextmanager
+def actions(model: Any, note: Callable[[Verb, Sequence[str]], None]) -> Iterator[None]:
+    """A context in which `note` gets each action of the schedules before the engine executes it: the verb, and the
+    names of the units."""
+    executor = _model(model).iteration.executor
+    do = executor.do
+
+    def noted(actions: Any) -> Iterator[Any]:
+        for verb, units in actions:
+            note(verb, [unit.position.name for unit in units])
+            yield verb, units
+
+    with patch.object(executor, "do", lambda actions, backward=None: do(noted(actions), backward)):
+        yield
 
 
 # The engine's tables of legal transitions, by what has such a state.

@@ -460,8 +460,6 @@ class SimulatedRank:
         self._kept_before = set(self.unsharded)  # which this forward has not come to
         self._running: int | None = None  # the reentrant checkpoint whose backward runs, the outermost
         self._tasks: list[set[Leaf]] = []  # gradients computed by the running graph tasks
-        self._expecting: set[str] = set()
-        self._completed: set[str] = set()
         self._kept: set[str] = set()
         self._arrived: set[Leaf] = set()
         self._late: dict[str, int] = {}  # by unit, the number of gradients that arrive again
@@ -815,13 +813,13 @@ class SimulatedRank:
     def _before_backward(self, call: Call) -> None:
         unit = call.unit
         needed = [*self.program.rules[unit].owners, unit]
-        reads = self.in_inner_task() or self.schedule.tied_owners.awaits_own_call(unit)
+        reads = self.in_inner_task() or self.schedule.awaits_own_call(unit)
         done = unit in self.schedule.finished or (not reads and all(map(self._has_its_gradients, needed)))
-        if unit in self._completed and done:
+        if unit in self.completed and done:
             return
-        if self.in_inner_task() or (unit in self._completed and self._is_elsewhere(unit)):
+        if self.in_inner_task() or (unit in self.completed and self._is_elsewhere(unit)):
             for each in needed:
-                again = range(PARAMETERS) if each in self._completed else [i for u, i in self._arrived if u == each]
+                again = range(PARAMETERS) if each in self.completed else [i for u, i in self._arrived if u == each]
                 self._late[each] = sum(self._comes(each, i) for i in again)
         if self._is_given_gradients(call):
             self._open.setdefault(unit, []).append(call)
@@ -830,14 +828,11 @@ class SimulatedRank:
             tied = unit in self.program.tied()
             if (around and (self.schedule.clock.recomputes or frozen or tied)) or (len(needed) > 1 and frozen):
                 self._kept.add(unit)  # nothing tells when its backward is over
-        begun = unit in self._expecting and unit not in self._completed and unit in self.unsharded
+        begun = unit in self.schedule.expecting and unit not in self.completed and unit in self.unsharded
         if begun and unit not in self.program.tied():
             return
         self._execute(self.schedule.reached(unit, inner=self.in_inner_task()))
-        for each in needed:
-            if each in self.unsharded:
-                self._wait(each)
-        if unit not in self._completed and unit not in self._expecting:
+        if unit not in self.completed and unit not in self.schedule.expecting:
             self.participate(unit)
 
     def _is_given_gradients(self, call: Call) -> bool:
@@ -859,13 +854,13 @@ class SimulatedRank:
         return all((unit, i) in come or not self._comes(unit, i) for i in self._leaves(unit))
 
     def _leaf_ready(self, unit: str, index: int) -> None:
-        if unit not in self._expecting:
+        if unit not in self.schedule.expecting:
             self.participate(unit)
         if not self.brings:
             self.schedule.brings = True
             self.agreement.check_unforeseen()
         inside = self._arrived_inside.setdefault(unit, set())
-        again = (unit, index) in self._arrived or unit in self._completed
+        again = (unit, index) in self._arrived or unit in self.completed
         if again and self.in_inner_task() and unit in self.reduced and unit in self.schedule.clock.in_passes:
             raise Refused(unit)
         if again:
@@ -876,9 +871,9 @@ class SimulatedRank:
             inside.add(index)
         self._arrived.add((unit, index))
         self._missing[unit].discard(index)
-        if unit in self._completed:
+        if unit in self.completed:
             self.schedule.expect(unit)
-        if (unit in self._completed or not self._missing[unit]) and not self._open.get(unit):
+        if (unit in self.completed or not self._missing[unit]) and not self._open.get(unit):
             self._advance(unit)
         self._execute(self.schedule.progressed(unit, 1))
 
@@ -887,23 +882,22 @@ class SimulatedRank:
         self._open[unit].remove(call)
         if call.began is not None and call.began == self.schedule.clock.began.get(unit):
             self.schedule.finished.add(unit)
-        if unit in self._expecting:
-            if not (self._open[unit] or unit in self._completed or self.in_inner_task()) and self.brings:
+        if unit in self.schedule.expecting:
+            if not (self._open[unit] or unit in self.completed or self.in_inner_task()) and self.brings:
                 self._missing[unit] = {i for i in self._missing[unit] if self._comes(unit, i)}
             self._advance(unit)
 
     def _advance(self, unit: str) -> None:
         if self._open.get(unit) or self._late.get(unit, 0) > 0:
             return
-        if self._leaves(unit) and unit not in self._completed and not self._missing[unit]:
+        if self._leaves(unit) and unit not in self.completed and not self._missing[unit]:
             if self._arrived_inside.get(unit) and self._awaits_more(unit):
                 return
-            self._completed.add(unit)
             self._execute(self.schedule.completes(unit, in_use=self._is_in_use(unit)))
-        elif not self._is_in_use(unit) and (unit in self._completed or not self._leaves(unit) or not self.brings):
+        elif not self._is_in_use(unit) and (unit in self.completed or not self._leaves(unit) or not self.brings):
             self._execute(self.schedule.left(unit))
         for owner in self.program.rules[unit].owners:
-            if owner in self._expecting:
+            if owner in self.schedule.expecting:
                 self._advance(owner)
 
     def _awaits_more(self, unit: str) -> bool:
@@ -926,13 +920,14 @@ class SimulatedRank:
                 self.gather(units, ahead=verb == "ahead")
             elif verb == "free":
                 self.reshard(units[0])
+            elif verb == "wait":
+                for unit in units:
+                    self._wait(unit)
             elif verb == "participate":
                 self._await_gradients(units[0])
-            elif verb == "complete":
-                self._completed.add(units[0])
             elif verb == "reduce":
                 self.reduce(units)
-            elif verb == "release inputs" or self.rng.random() < 0.2:  # at the end of a turn memory is highest
+            elif verb == "release inputs" or (verb == "end turn" and self.rng.random() < 0.2):  # memory is highest then
                 self._await_reductions()
 
     # -- facts -------------------------------------------------------------------------------------------------------
@@ -955,7 +950,7 @@ class SimulatedRank:
         return (unit, index) in self._tasks[-1]
 
     def _awaits(self, unit: str) -> bool:
-        left = self._missing[unit] if unit in self._expecting else self._leaves(unit)
+        left = self._missing[unit] if unit in self.schedule.expecting else self._leaves(unit)
         return any(self._comes(unit, index) for index in left)
 
     def in_inner_task(self) -> bool:
@@ -997,6 +992,11 @@ class SimulatedRank:
             self._trace.append("free", unit)
 
     @property
+    def completed(self) -> set[str]:
+        """Units of which all gradients have come that are awaited."""
+        return self.schedule.completed
+
+    @property
     def brings(self) -> bool:
         """Whether it brings gradients, as far as ranks have agreed."""
         return self.has_backward and self.schedule.brings
@@ -1008,7 +1008,6 @@ class SimulatedRank:
 
     def _await_gradients(self, unit: str) -> bool:
         leaves = self._leaves(unit)
-        self._expecting.add(unit)
         self._task_of[unit] = self._tasks[0 if unit in self.schedule.clock.planned else -1]
         self._arrived_inside.pop(unit, None)
         self._missing[unit] = {index for index in leaves if (unit, index) not in self._arrived}

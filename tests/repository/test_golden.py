@@ -1,4 +1,4 @@
-"""The engine's behavior in 340 random programs, event by event and byte by byte, is the recorded one.
+"""The engine's actions in 340 random programs, and what comes of them byte by byte, are the recorded ones.
 
 Record an intended change by `python -m tests.golden.traces --changed`, which names the programs; state in the commit
 which they are, and why.
@@ -11,7 +11,7 @@ import random
 import pytest
 
 from tests.golden import programs, traces
-from tests.golden.traces import EVENTS, difference, golden, packed, trace_of, unpacked
+from tests.golden.traces import ACTIONS, EVENTS, difference, golden, packed, trace_of, unpacked
 from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.single_process
@@ -39,6 +39,8 @@ def test_programs_do_everything_that_programs_can_do() -> None:
     lines = [line for trace in golden().values() for line in trace]
     assert not [line for line in lines if "Error" in line]
     tokens = {token.rstrip("0123456789") for line in lines if line.startswith("  ") for token in line.split()}
+    actions = {token.partition("(")[2][:1] for token in tokens if token.startswith("(")}
+    assert actions == {*ACTIONS.values()}
     assert tokens >= {*EVENTS.values(), *"ASR", "<u>c", "<c>u", "<r>c", "<v>r", "+r"}
     done = " ".join(line for line in lines if line.startswith("- "))
     for kind in programs.BACKWARDS:

@@ -194,9 +194,8 @@ class GathersRecomputedUnitsAsTheyRun(Schedule):
 class FreesOwners(Schedule):
     """An owner of tied parameters is freed when its gradients have come."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.tied_owners.may_be_used = lambda owner: False  # type: ignore[method-assign]
+    def _may_be_used(self, owner: str) -> bool:
+        return False
 
 
 class AwaitsGradientsOfThePlan(Schedule):

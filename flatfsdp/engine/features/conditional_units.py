@@ -320,7 +320,7 @@ class ConditionalUnits(Observer, Turns):
         if slot.any_order:
             self._ran.difference_update(slot.units)
             for unit in slot.units:
-                forwards.do(forwards.take_turn(unit))
+                forwards.iteration.executor.do(forwards.take_turn(unit))
 
     def _close(self, cursor: ParticipationCursor[Unit], position: Position | None, forwards: ForwardDriver) -> None:
         """End the gathered branch if `position` is behind it, or is None, and finish its units."""
@@ -339,7 +339,7 @@ class ConditionalUnits(Observer, Turns):
         try:
             follow_requires_grad((unit,))
             if not self.enter(unit, forwards):
-                forwards.do(forwards.take_turn(unit))
+                forwards.iteration.executor.do(forwards.take_turn(unit))
             for each in (*unit.owning_units, unit):
                 each.wait_unshard()
             self.module_ran(unit, forwards)
@@ -401,13 +401,14 @@ class ConditionalUnits(Observer, Turns):
                 "to torch.utils.checkpoint"
             )
 
-    def check_backward_inside(self) -> None:
-        """See `Turns`.
+    def step_begins(self, unit: Unit | None) -> bool:
+        """See `Observer`.
 
         Raises:
-            UsageError: units of a branch in any order are gathered together, and the backward would free them.
+            UsageError: a backward begins inside of a forward; units of a branch in any order are gathered together, and
+                the backward would free them.
         """
-        for cursor in self.cursors:
+        for cursor in self.cursors if unit is None else ():
             if cursor.open is not None:
                 raise UsageError(
                     f"a backward begins inside the forward of {cursor.unit.label}, while unit "
@@ -415,6 +416,7 @@ class ConditionalUnits(Observer, Turns):
                     "ensure_unit_participation(any_order=True), are gathered together. Run that backward before the "
                     "part begins in the forward, or after the next unit outside of the part has run"
                 )
+        return False
 
     def check_recomputed_in_window(self, unit: Unit) -> None:
         """See `Turns`.
@@ -450,7 +452,9 @@ def _branch_of(unit: Unit) -> Branch | None:
 def _finish(unit: Unit, forwards: ForwardDriver, *, reached: bool) -> None:
     """The part of `unit` in the forward has ended. `reached`: a gradient can reach it."""
     iteration = forwards.iteration
-    forwards.do(forwards.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached))
+    forwards.iteration.executor.do(
+        forwards.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached)
+    )
 
 
 def _refuse_order(unit: Unit, slot: ParticipationSlot[Unit]) -> NoReturn:

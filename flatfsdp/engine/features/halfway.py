@@ -48,10 +48,10 @@ class CountingHooks(UnitHooks):
         super().leaf_ready(kind, index, leaf)  # this releases the gradient
         unit, driver = self.unit(), self.driver()
         backward = driver.iteration.backward if driver is not None else None
-        if unit is not None and backward is not None:
+        if unit is not None and driver is not None and backward is not None:
             assert isinstance(backward.schedule, HalfwaySchedule)
             elements = unit.handles[kind].layout.params[index].numel
-            backward.do(backward.schedule.progressed(unit, elements))
+            driver.iteration.executor.do(backward.schedule.progressed(unit, elements), backward)
 
 
 class HalfwaySchedule(BackwardSchedule[U]):

@@ -139,7 +139,7 @@ def abandon(units: Sequence[Unit]) -> None:
     for model in models_of(units):
         iteration = model.iteration
         iteration.record = ForwardRecord()
-        iteration.ahead.clear()
+        iteration.executor.ahead.clear()
         iteration.requested.clear()
         iteration.enter(AT_REST)
     for unit in units:
@@ -292,9 +292,8 @@ def unshard(unit: Unit) -> None:
         follow_before_request(each, model.agreement, at_rest=at_rest)
         each.kept.by_choice = (at_rest or each.shows_shard) and each.axes.is_spread
         copy_shards(each)
-        if each.launch_unshard(ahead=True) and iteration.backward is not None:
-            model.agreement.issued.gathered.append(each.position.index)
-        iteration.ahead[each] = None
+        iteration.executor.do([("ahead", (each,))], iteration.backward)
+        iteration.executor.ahead[each] = None
         if torch.is_grad_enabled():
             iteration.requested[each] = None
             unshard_at_first_gradient(each, model.backwards.of_unit[each])

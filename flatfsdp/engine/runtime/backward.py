@@ -34,8 +34,7 @@ from ..base import autograd as hooks
 from ..base.peers import Peers
 from ..flat.flat_param import indices_of
 from ..flat.reduction import Reduction
-from ..flat.states import POST_BACKWARD
-from ..flat.views import SHOWS_NOTHING
+from ..flat.states import POST_BACKWARD, PRE_BACKWARD
 from ..schedule.actions import Action
 from ..schedule.backward_schedule import BackwardSchedule, UnitFacts, UnitRules
 from ..schedule.forward_schedule import CheckpointRegion, ForwardRecord
@@ -46,7 +45,7 @@ from .turns import Turns
 from .unit import Unit
 from .unit_collectives import UnitCollectives
 
-_REQUIRES_GRAD, _ADVANCES_IN_WAITS = attrgetter("requires_grad"), attrgetter("advances_in_waits")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 BACKWARD_PRE, BACKWARD_POST, BACKWARD_MID = BackwardPrefetch
 PREFETCH: dict[BackwardPrefetch | None, Literal["before", "halfway", "after"] | None] = {
     BACKWARD_PRE: "before",
@@ -57,8 +56,8 @@ PREFETCH: dict[BackwardPrefetch | None, Literal["before", "halfway", "after"] | 
 
 
 def awaits_gradients(unit: Unit) -> bool:
-    """Whether the running graph task will compute gradients that `unit` lacks."""
-    if not unit.expects_gradients:
+    """Whether the running graph task will compute gradients that `unit`, which has not completed, lacks."""
+    if unit.phase is not PRE_BACKWARD:
         return any(map(hooks.will_accumulate, unit.trainable_leaves()))
     unit.pick_up_grads()
     return any(hooks.will_accumulate(handle.leaves[i]) for handle, _, grads in unit.kinds for i in grads.missing)
@@ -70,7 +69,7 @@ def will_recompute(checkpoint: Any) -> bool:
 
 
 FACTS: UnitFacts[Unit] = UnitFacts(
-    has_gradients=lambda unit: unit.expects_gradients and unit.has_gradients(),
+    has_gradients=Unit.has_gradients,
     is_used_once=lambda unit: unit.leaves.single_use is True,
     is_unsharded=attrgetter("is_unsharded"),
     is_trained=lambda unit: bool(unit.trainable_leaves()),
@@ -107,11 +106,6 @@ class InFlightReductions:
         """The bytes of inputs of the first stages."""
         return sum([each.input_bytes for reduction in self.reductions for each in reduction.inputs])
 
-    def release_input(self) -> None:
-        """Wait for the first stages, free their inputs and issue the second. Collective over the replicate axis."""
-        for reduction in self.reductions:
-            reduction.release_input()
-
     def finish(self) -> None:
         """Wait for both stages. Collective over the replicate axis, and over the groups of hooks."""
         for reduction in self.reductions:
@@ -137,9 +131,10 @@ class Backward:
     Attributes:
         sync: whether any unit reduces.
         weight: the factor of this rank's gradients in the mean over ranks. [Note: uneven inputs]
-        stays_unsharded: units that stay unsharded after their own backward, and after the whole one.
         schedule: decides on gathers and reductions.
+        rules: of its units.
         reduced: the units whose reductions were issued, in order.
+        in_flight: the reductions of the units before the last, and of the last: their all-reduces, and their inputs.
         collecting: the graph task in which only the arrival of gradients is to be recorded, if any.
         task: autograd's graph task, inside of which others may run.
         finisher: publishes reduced gradients. [Note: finishers]
@@ -151,7 +146,6 @@ class Backward:
         record: ForwardRecord[Unit],
         *,
         rules: Mapping[Unit, UnitRules[Unit]],
-        stays_unsharded: frozenset[Unit],
         sync: bool,
         weight: float,
         agreement: Peers,
@@ -160,7 +154,7 @@ class Backward:
         turns: Turns,
         schedule: type[BackwardSchedule[Unit]],
     ) -> None:
-        """Plan the backward. `record`: the forwards that it covers; `stays_unsharded`: units that stay so after it."""
+        """Plan the backward. `record`: the forwards that it covers."""
         self.sync = sync
         self.weight = weight
         self.agreement = agreement
@@ -174,95 +168,47 @@ class Backward:
         )
         self._reductions = self.schedule.reductions
         self._reduced_at_the_end: Sequence[Unit] = ()  # their reductions may go on when it has ended
-        self.stays_unsharded = stays_unsharded
-        self._rules = rules
+        self.rules = rules
         self._coalescer = coalescer
         self.task = _torch.graph_task()
         self.reduced: list[Unit] = []
         self.collecting: int | None = None
-        # Of the units before the last and of the last: their all-reduces and their inputs are in flight.
-        self._in_flight = InFlightReductions(), InFlightReductions()
+        self.in_flight = InFlightReductions(), InFlightReductions()
         self.finisher = finisher
         self.muted: list[Unit] = []
 
     def is_over_with_gradients(self, unit: Unit) -> bool:
         """Whether nothing will read the parameters of `unit` once its gradients have arrived. [Note: slot sharing]"""
-        rules = self._rules[unit]
+        rules = self.rules[unit]
         if unit.leaves.single_use is not True or rules.is_tied or unit not in self.schedule.clock.reached_once:
             return False
         if unit in self._reduced_at_the_end or not rules.reduces:
             return False
-        return not (self.schedule.double or unit in self.stays_unsharded or unit.backward.keep_unsharded)
+        return not (self.schedule.double or rules.stays_unsharded or unit.backward.keep_unsharded)
 
     def gradients_may_wait(self) -> bool:
         """Whether other gradients hold memory for their reduction now, or need it earlier. [Note: late slots]"""
-        return len(self._reductions.expected) != 1 or self._in_flight[1].input_bytes > 0
+        return len(self._reductions.expected) != 1 or self.in_flight[1].input_bytes > 0
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def reached(self, unit: Unit) -> None:
-        """A gradient is about to flow into `unit`: unshard it in the agreed order. Collective over the shard axis."""
-        try:
-            self.do(self.schedule.reached(unit, inner=_torch.graph_task() != self.task))
-            for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
-                if self._rules[each].reads or each.is_unsharded:
-                    each.wait_unshard()
-        except RuntimeError as error:
-            self.agreement.explain(error)
-            raise
-
-    def recomputed(self, unit: Unit) -> None:
-        """Issue the gathers for a forward of `unit` inside this backward. Collective over the shard axis."""
-        if not self._rules[unit].reduces and unit not in self.schedule.clock.planned:
+    def recomputed(self, unit: Unit) -> Sequence[Action[Unit]]:
+        """A forward of `unit` runs inside this backward: what gathers it."""
+        if not self.rules[unit].reduces and unit not in self.schedule.clock.planned:
             self._turns.check_recomputed_in_window(unit)
         inner = self.in_inner_task()
-        self.do(self.schedule.recomputed(unit, inner=inner, region=None if inner else self._running_checkpoint()))
+        return self.schedule.recomputed(unit, inner=inner, region=None if inner else self._running_checkpoint())
 
     def _running_checkpoint(self) -> CheckpointRegion | None:
         """The region of the reentrant checkpoint whose node in the graph runs."""
         running = _torch.node_now()
         return self.schedule.clock.running(lambda checkpoint: checkpoint() is running)  # type: ignore[operator]
 
-    def do(self, actions: Iterable[Action[Unit]]) -> None:
-        """Execute what the schedule has decided. Collective over both axes, and over the groups of hooks."""
-        try:
-            for verb, units in actions:
-                if verb == "gather" or verb == "ahead":
-                    if len(units) > 1:
-                        units = self._coalescer.launch_coalesced(units, ahead=verb == "ahead")
-                    elif not units[0].launch_unshard(ahead=verb == "ahead"):
-                        continue
-                    for unit in units:
-                        self.agreement.issued.gathered.append(unit.position.index)
-                elif verb == "free":
-                    units[0].reshard(SHOWS_NOTHING, unreached=True)
-                elif verb == "reduce":
-                    # One input in addition to the one being filled, and one all-reduce: earlier ones are released
-                    # before memory is allocated for more.
-                    older, newer = self._in_flight
-                    for reduction in older.reductions:
-                        reduction.finish()
-                    for reduction in newer.reductions:
-                        reduction.release_input()
-                    issued = self._coalescer.reduce(units)
-                    self._in_flight = newer, InFlightReductions(units, issued, any(map(_ADVANCES_IN_WAITS, issued)))
-                    self.reduced += units
-                    for unit in units:
-                        self.agreement.issued.reduced.append(unit.position.index)
-                    if self.finisher.acts_early:
-                        self._finish_early(older)  # overlaps with the reduction just issued
-                elif verb == "end turn":
-                    if units or self._in_flight[1].only_in_waits:
-                        self._end_turn(units)
-                elif verb == "participate":
-                    self._await_gradients(units[0], share=False)
-                elif verb == "complete":
-                    self._complete(units[0])
-                else:  # "release inputs"
-                    self._release_inputs()
-        except RuntimeError as error:
-            self.agreement.explain(error)
-            raise
+    def ended(self) -> Sequence[Action[Unit]]:
+        """The graph task has ended: what issues the outstanding collectives."""
+        for unit in [each for each in self.muted if any([grads.muted for grads in each.grads])]:  # got no input's
+            unit.pick_up_grads(sound=True)
+        return self.schedule.ended()
 
     def join_reductions(self) -> None:
         """Coalesce the reductions of small units, when all units that take part on all ranks are known."""
@@ -304,23 +250,23 @@ class Backward:
         return (
             schedule.recomputes_trained
             or any(unit in conditional for unit in schedule.clock.sequence)
-            or late_gradients.are_likely(reached, self._rules)
+            or late_gradients.are_likely(reached, self.rules)
         )
 
-    # -- actions -----------------------------------------------------------------------------------------------------
+    # -- actions, for the executor -------------------------------------------------------------------------------------
 
     def participate(self, unit: Unit, *, share: bool = False) -> None:
         """The backward reaches `unit`, or a gradient of it: await those of all leaves. `share`: in the memory of the
         parameters."""
         self.schedule.expecting.add(unit)
-        if self._await_gradients(unit, share=share) and unit not in self._reductions.expected:
+        if self.await_gradients(unit, share=share) and unit not in self._reductions.expected:
             self.schedule.expect(unit)
 
-    def _await_gradients(self, unit: Unit, *, share: bool) -> bool:
+    def await_gradients(self, unit: Unit, *, share: bool) -> bool:
         """Await the gradients of all leaves of `unit` that require one; zeros for those that this backward does not
         compute. Returns whether there are any, or some that earlier backwards have left."""
         hooked, divide_by = unit.options.comm_hook is not None, unit.options.schedule.divide_by
-        sync, participates = self._rules[unit].reduces, False
+        sync, participates = self.rules[unit].reduces, False
         for handle, _, grads in unit.kinds:
             transports = unit.axes.transports_of(handle) if unit.axes.elsewhere else unit.axes.own_transports
             expects = grads.expect_gradients(
@@ -340,36 +286,36 @@ class Backward:
         unit.backward.arrived_in_inner_tasks.clear()
         return participates
 
-    def _complete(self, unit: Unit) -> None:
+    def complete(self, unit: Unit) -> None:
         """No gradient of `unit` is awaited any longer."""
         unit.pick_up_grads(sound=True)  # one that comes nevertheless is a late one
-        unit.backward.completed = True
-        if unit.leaves.runs_late is None and FACTS.has_gradients(unit) and not any(g.missing for g in unit.grads):
+        if unit.leaves.runs_late is None and unit.has_gradients() and not any(g.missing for g in unit.grads):
             unit.leaves.runs_late = False
 
-    def _end_turn(self, to_come: Sequence[Unit]) -> None:
+    def end_turn(self, to_come: Sequence[Unit]) -> None:
         """End the turn of groups, reduced or not: let no reduction hold its input if memory use is highest now.
         `to_come`: the unit whose turn is to come, if it is the only one."""
-        older, newer = self._in_flight
+        older, newer = self.in_flight
         if to_come and 0 < older.input_bytes + newer.input_bytes < _largest_gradient(to_come[0]):
             # If an embedding's gradient is larger than all inputs in flight, memory use is highest when it arrives:
             # these inputs are released before it. Otherwise their reductions overlap with the last unit's backward.
-            self._release_inputs()
+            self.release_inputs()
             for grads in to_come[0].grads:
                 if grads.slots.late:
                     grads.slots.move_collected()
         if newer.only_in_waits and not newer.units[-1].options.names_prefetch:
-            self._release_inputs()
+            self.release_inputs()
 
-    def _release_inputs(self) -> None:
+    def release_inputs(self) -> None:
         """Let no reduction hold its input. Collective over both axes, and over the groups of hooks."""
-        older, newer = self._in_flight
+        older, newer = self.in_flight
         older.finish()
-        newer.release_input()
+        for reduction in newer.reductions:
+            reduction.release_input()
         if self.finisher.acts_early:
-            self._finish_early(older)
+            self.finish_early(older)
 
-    def _finish_early(self, flight: InFlightReductions) -> None:
+    def finish_early(self, flight: InFlightReductions) -> None:
         # A unit that was passed over has another phase, although all of its gradients may be of earlier microbatches.
         arrived = [unit for unit in flight.units if unit.phase is POST_BACKWARD]
         through = [unit for unit in arrived if self.is_over_with_gradients(unit)]
@@ -378,13 +324,10 @@ class Backward:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """The graph task has ended: issue outstanding collectives and wait for them. Collective over both axes."""
-        for unit in [each for each in self.muted if any([grads.muted for grads in each.grads])]:  # got no input's
-            unit.pick_up_grads(sound=True)
-        self.do(self.schedule.ended())
+    def finish(self) -> None:
+        """All collectives were issued: wait for them, and compare them between ranks. Collective over both axes."""
         if self.schedule.brings:
-            older, newer = self._in_flight
+            older, newer = self.in_flight
             older.finish()
             if not (self._reduced_at_the_end and self.finisher.leaves(newer.units)):
                 newer.finish()

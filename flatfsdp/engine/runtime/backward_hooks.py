@@ -33,7 +33,7 @@ from .unit import Unit, follow_requires_grad, refuse_without_model, shared_under
 from .unit_collectives import UnitCollectives
 from .unit_state import ForwardCall
 
-Exceptions = tuple[bool, frozenset[Unit], Mapping[Unit, UnitRules[Unit]]]
+Exceptions = tuple[bool, Mapping[Unit, UnitRules[Unit]]]
 
 
 @dataclass(eq=False)
@@ -135,11 +135,10 @@ class BackwardHooks:
     def _plan(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, accumulated: bool = False) -> Backward:
         """A backward over `record`, compared with those of other ranks. `flags`: which parameters are trained.
         `accumulated`: it reduces the gradients of earlier ones."""
-        sync, kept, rules = self._exceptions()
+        sync, rules = self._exceptions()
         backward = Backward(
             record,
             rules=rules,
-            stays_unsharded=kept,
             sync=sync,
             weight=self.weight,
             agreement=self.agreement,
@@ -188,8 +187,6 @@ class BackwardHooks:
     def _compare(self, record: ForwardRecord[Unit], flags: dict[Unit, Flags], *, brings: bool, reduces: bool) -> None:
         """Compare the beginning backward over `record` between ranks. `flags`: which parameters require a gradient;
         `brings`: whether it brings any."""
-        if self.iteration.depth:
-            self.iteration.turns.check_backward_inside()
         setup, sync = self.setup, self.sync
         retained = tuple(
             unit.position.index
@@ -207,16 +204,14 @@ class BackwardHooks:
         )
 
     def _exceptions(self) -> Exceptions:
-        """Whether units reduce gradients in the next backward, the units that stay unsharded after it, and the rules of
-        all units for its schedule."""
+        """Whether units reduce gradients in the next backward, and the rules of all units for its schedule."""
         known = self._exceptions_by_sync
         if self._exceptions_version != self.setup.version:
             self._exceptions_version = self.setup.version
             known.clear()
         if (found := known.get(self.sync)) is None:
             rules = {u: rules_of(u, reduces=self.sync and u.options.schedule.reduce) for u in self.setup.units}
-            unsharded = frozenset(unit for unit, rule in rules.items() if rule.stays_unsharded)
-            found = known[self.sync] = any(rule.reduces for rule in rules.values()), unsharded, rules
+            found = known[self.sync] = any(rule.reduces for rule in rules.values()), rules
         return found
 
     # -- a unit's backward -------------------------------------------------------------------------------------------
@@ -232,17 +227,18 @@ class BackwardHooks:
         if unit.phase is FORWARD:
             _refuse_inside_forward(unit)
         backward, own = self.begin(unit), unit.backward
+        schedule = backward.schedule
         for observe in self.observers.unit_reached:
             observe(unit)
         if call is None:
             self._await_unseen_end(unit)
-        if own.completed and (unit in backward.schedule.finished or _is_done_reading(unit, backward)):
+        if unit in schedule.completed and (unit in schedule.finished or _is_done_reading(unit, backward)):
             return
         if unit.phase is STEPPED:
             unit.enter_phase(PRE_BACKWARD)  # the table refuses this, before anything is gathered
         if call is not None and call.finished_in_task == _torch.graph_task():
             call = None  # this output is also one of its inputs, whose gradient has shown the end
-            if unit.expects_gradients and not (unit.is_unsharded or backward.schedule.gathers.has_turn(unit)):
+            if unit in schedule.expecting and not (unit.is_unsharded or schedule.gathers.has_turn(unit)):
                 return  # freed when that call had finished
         begun = unit.phase is PRE_BACKWARD
         if not self._must_gather(unit, call, backward):
@@ -253,8 +249,9 @@ class BackwardHooks:
                 break
         if call is None and _may_be_read_after_its_gradients(unit, backward):
             own.keep_unsharded = True
-        backward.reached(unit)
-        if not (own.completed or begun):
+        inner = _torch.graph_task() != backward.task
+        self.iteration.executor.do(schedule.reached(unit, inner=inner), backward)
+        if not (unit in schedule.completed or begun):
             share = backward.is_over_with_gradients(unit)
             backward.participate(unit, share=share)
             if share and call is not None and call.on_device and not unit.built.counts_gradients:
@@ -276,16 +273,16 @@ class BackwardHooks:
         """The backward of `call` begins, None for one whose end nothing will show: whether it needs parameters of
         `unit` that may not be unsharded."""
         own = unit.backward
-        begun, task = unit.phase is PRE_BACKWARD, _torch.graph_task()
+        begun, task, completed = unit.phase is PRE_BACKWARD, _torch.graph_task(), backward.schedule.completed
         opens = call is not None and call not in own.open_calls
         if call is not None and opens:
             own.open_calls.add(call)
             own.keep_unsharded = own.keep_unsharded or call.outlasts
         # Gradients that have arrived do so again, from a segment that another graph task recomputes.
         if (opens and task != backward.task) or (
-            own.completed and own.task != task and (opens or not (begun or call is not None))
+            unit in completed and own.task != task and (opens or not (begun or call is not None))
         ):
-            late_gradients.expect_again(unit)
+            late_gradients.expect_again(unit, completed)
         if not begun or unit.is_tied:
             # Its own parameters may have been gathered for other units that share them, and shared ones of others not.
             return True
@@ -297,7 +294,7 @@ class BackwardHooks:
         leaf = unit.handles[kind].leaves[index]
         grad = own_grad(leaf)
         set_own_grad(leaf, None)  # the next one is not added to it, nor is it taken for one of before the backward
-        if backward is None or not (unit.phase is PRE_BACKWARD or unit.backward.completed):
+        if backward is None or unit not in backward.schedule.expecting:
             # No output of the unit has shown this backward: a loss of what is inside of it, or of its parameters.
             if unit.phase is FORWARD:
                 _refuse_inside_forward(unit)
@@ -307,7 +304,7 @@ class BackwardHooks:
             backward = self.begin(unit)
             backward.participate(unit)
             unit.enter_phase(PRE_BACKWARD)
-        own = unit.backward
+        own, completed = unit.backward, backward.schedule.completed
         if grad is None:
             return
         self._count(unit, kind, index, backward)
@@ -318,32 +315,33 @@ class BackwardHooks:
             observe(unit, kind, index, grad)
         grads.arrive(index, grad.detach() if grad.requires_grad else grad)
         del grad  # moved, or collected: the following code may allocate memory
-        if own.completed:
+        if unit in completed:
             if unit.phase is STEPPED:
                 unit.enter_phase(PRE_BACKWARD)
             if any(each.participates for each in unit.grads):
                 backward.schedule.expect(unit)  # a late one: a second reduction, at the end of the backward
         else:
             grads.let_collect(backward.collecting)
-        if (own.completed or not grads.missing) and not own.open_calls:
-            self.advance(unit, backward)
+        if (unit in completed or not grads.missing) and not own.open_calls:
+            self.advance(unit)
 
     def _count(self, unit: Unit, kind: int, index: int, backward: Backward) -> None:
         """A gradient of a leaf has come: how often it does, and in which graph task, shows whether more will come, and
         whether parameters are read after their gradients have come."""
         own, grads, task = unit.backward, unit.grads[kind], _torch.graph_task()
+        completed = unit in backward.schedule.completed
         again = index in grads.arrived
         if (again or task != backward.task) and unit.leaves.single_use is not False:
             unit.leaves.single_use = False
             for each in unit.grads:
                 each.stop_sharing()
-        if again or own.completed:
+        if again or completed:
             own.late_gradients -= 1
         if task == own.task:
             if own.arrived_in_inner_tasks:
                 own.arrived_in_inner_tasks.discard((kind, index))
             return
-        if not own.completed and (not again or index in grads.missing):  # missing: `own.task` has yet to contribute
+        if not completed and (not again or index in grads.missing):  # missing: `own.task` has yet to contribute
             own.arrived_in_inner_tasks.add((kind, index))
         _check_recomputed_region(unit, backward)
         late_gradients.came(unit, self.of_unit[unit].custom_ran)
@@ -353,43 +351,46 @@ class BackwardHooks:
         own, backward = unit.backward, self.iteration.backward
         own.open_calls.discard(call)
         call.finished_in_task = _torch.graph_task()
-        if backward is not None and call.began is not None and call.began == backward.schedule.clock.began.get(unit):
-            backward.schedule.finished.add(unit)
-        if unit.phase is PRE_BACKWARD or own.completed:
+        if backward is None:
+            return
+        schedule = backward.schedule
+        if call.began is not None and call.began == schedule.clock.began.get(unit):
+            schedule.finished.add(unit)
+        if unit in schedule.expecting:
             # Reduce now if all gradients of this backward have arrived, and reshard if nothing reads the parameters.
             for grads in unit.grads:
                 if grads.muted:
                     unit.pick_up_grads(sound=True)
                     break
             for grads in unit.grads:
-                if grads.missing and not (own.open_calls or own.completed) and backward is not None:
+                if grads.missing and not (own.open_calls or unit in schedule.completed):
                     _skip_missing(unit, backward)
                     break
-            self.advance(unit, backward)
+            self.advance(unit)
 
-    def advance(self, unit: Unit, backward: Backward | None) -> None:
+    def advance(self, unit: Unit) -> None:
         """Reduce `unit` when every gradient has arrived, and reshard, unless this backward may still read the
         parameters."""
-        own = unit.backward
-        if own.open_calls or backward is None:
+        own, backward = unit.backward, self.iteration.backward
+        if own.open_calls or backward is None or unit not in backward.schedule.expecting:
             return
+        schedule, completed = backward.schedule, unit in backward.schedule.completed
         expecting = missing = False
         for grads in unit.grads:
             expecting = expecting or bool(grads.expected)
             missing = missing or bool(grads.missing)
         no_more_late = own.late_gradients <= 0
-        if expecting and not own.completed and not missing and no_more_late:
+        if expecting and not completed and not missing and no_more_late:
             # All have come once. Some may come again: a contribution from a reentrant checkpoint inside of the unit, or
             # from a call whose end nothing shows.
             if own.arrived_in_inner_tasks and late_gradients.awaits_more(unit):
                 return
             if unit.leaves.runs_late is not False and own.runs_again(unit.leaves.customs):
                 return
-            own.completed = True
             unit.enter_phase(POST_BACKWARD)
             unit.record_event("grads")
             in_use = own.keep_unsharded or (bool(unit.sharing_units) and _is_in_use(unit))
-            backward.do(backward.schedule.completes(unit, in_use=in_use))
+            self.iteration.executor.do(schedule.completes(unit, in_use=in_use), backward)
             # For later backwards: this one may still show otherwise.
             if unit.leaves.single_use is None and any(grads.arrived for grads in unit.grads):
                 unit.leaves.single_use = True
@@ -398,12 +399,11 @@ class BackwardHooks:
         elif no_more_late and not _is_in_use(unit):
             # A call of the unit is over, and not all gradients have come. Those that are missing will, if this backward
             # brings any: it then needs the parameters again; in an inner task nobody knows.
-            waits = expecting and (backward.in_inner_task() or backward.schedule.brings)
-            if own.completed or not waits:
-                backward.do(backward.schedule.left(unit))
+            waits = expecting and (backward.in_inner_task() or schedule.brings)
+            if completed or not waits:
+                self.iteration.executor.do(schedule.left(unit), backward)
         for owning_unit in unit.owning_units:
-            if owning_unit.expects_gradients:
-                self.advance(owning_unit, backward)
+            self.advance(owning_unit)
 
 
 def _skip_missing(unit: Unit, backward: Backward) -> None:
@@ -439,7 +439,7 @@ def _check_recomputed_region(unit: Unit, backward: Backward) -> None:
     """A segment of `unit` that a reentrant checkpoint recomputed brought a gradient."""
     for other in (*unit.owning_units, *unit.alive_sharing_units()):
         fail(UsageError(f"a part of {shared_under_reentrance(unit, other)}"))
-    if unit.backward.completed and unit in backward.schedule.clock.in_passes and unit in backward.reduced:
+    if unit in backward.schedule.completed and unit in backward.schedule.clock.in_passes and unit in backward.reduced:
         fail(
             UsageError(
                 f"unit {unit.label}: a part of it that was recomputed by a reentrant checkpoint brought a gradient "
@@ -474,7 +474,7 @@ def _is_done_reading(unit: Unit, backward: Backward) -> bool:
     An output may be reached later than that: hidden states that are returned next to the output of a head, or an input
     that is returned. Other ranks may not reach it, so nothing is gathered for it.
     """
-    if backward.in_inner_task() or backward.schedule.tied_owners.awaits_own_call(unit):
+    if backward.in_inner_task() or backward.schedule.awaits_own_call(unit):
         return False
     return all(map(late_gradients.has_all, (unit, *unit.owning_units)))
 
@@ -515,7 +515,7 @@ class UnitHooks:
         collected[index] = grad
         del grad, collected
         if not (missing or unit.backward.open_calls):
-            driver.advance(unit, driver.iteration.backward)
+            driver.advance(unit)
 
     def inputs_ready(self, call: ForwardCall) -> None:
         """The gradients of the inputs of one call have arrived."""
@@ -529,8 +529,9 @@ class UnitHooks:
     def custom_ran(self) -> None:
         """A backward has finished a custom Function, which may have computed the last gradients."""
         unit, driver = self.unit(), self.driver()
-        if unit is not None and driver is not None and unit.expects_gradients and not unit.backward.completed:
-            driver.advance(unit, driver.iteration.backward)
+        backward = driver.iteration.backward if driver is not None else None
+        if not (unit is None or driver is None or backward is None or unit in backward.schedule.completed):
+            driver.advance(unit)
 
 
 class GradientHook(hooks.LeafHook):

@@ -1,12 +1,13 @@
 """The driver of forwards: comparisons between ranks, gathers, casts and hooks around the forward of a wrapped module.
 
-Which units are gathered and freed when is decided in `schedule/forward_schedule.py`, whose actions are executed here.
+Which units are gathered and freed when is decided in `schedule/forward_schedule.py`, and executed in
+`executor.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -21,7 +22,7 @@ from ..base.events import Observers
 from ..base.nested_tensors import cast_floating, map_tensors, tensors_in
 from ..base.peers import RUNS, STAYED, Peers, with_unsharded
 from ..flat.states import FORWARD, IDLE, PHASE_STEPS, SHARDED, SUMMONED, UNSHARDED, Left
-from ..flat.views import SHOWS_NOTHING, SHOWS_SHARD, SHOWS_UNSHARDED
+from ..flat.views import SHOWS_SHARD, SHOWS_UNSHARDED
 from ..schedule.actions import Action
 from ..schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
 from .backward_hooks import BackwardHooks, GradientHook, UnitHooks
@@ -102,7 +103,7 @@ class ForwardDriver:
         if iteration.stage is FAILED:
             iteration.finish_interrupted()
         try:
-            if iteration.is_at_rest and iteration.ahead:
+            if iteration.is_at_rest and iteration.executor.ahead:
                 iteration.retire_requests()
             setup.take_over(setup.units)
             if training:
@@ -143,7 +144,7 @@ class ForwardDriver:
         self.agreement.end_forward()
         self.schedule.order.end()
         if self.schedule.lacking:
-            self.do(self.schedule.ended(iteration.record, unit))
+            iteration.executor.do(self.schedule.ended(iteration.record, unit))
         empty = iteration.record.empty or iteration.record.consumed
         iteration.end_forward(empty=empty)
         if not torch.is_grad_enabled() or empty:
@@ -171,10 +172,9 @@ class ForwardDriver:
         iteration = self.iteration
         if not iteration.turns.plain:
             iteration.turns.check_recomputed(unit)
-        if iteration.backward is not None:
-            iteration.backward.recomputed(unit)
-        else:
-            self.do(self.schedule.enters(unit, in_order=False))
+        backward = iteration.backward
+        actions = self.schedule.enters(unit, in_order=False) if backward is None else backward.recomputed(unit)
+        iteration.executor.do(actions, backward)
 
     def take_turn(self, unit: Unit, *, runs: bool = False) -> list[Action[Unit]]:
         """It is the turn of `unit`, on all ranks: compare this, and record it; returns what gathers it, and possibly
@@ -232,29 +232,6 @@ class ForwardDriver:
             follow_other_ranks(units, agreement)
             for act in self.observers.first_gather_agreed:
                 act()
-
-    def do(self, actions: Iterable[Action[Unit]]) -> None:
-        """Execute the `actions` of the schedule. Collective over the shard axis, if units are gathered."""
-        iteration = self.iteration
-        for verb, units in actions:
-            unit = units[0]
-            if verb == "gather" or verb == "ahead":
-                ahead = verb == "ahead"
-                if len(units) == 1:
-                    unit.launch_unshard(ahead=ahead)
-                else:
-                    self.coalescer.launch_coalesced(units, ahead=ahead)
-                if ahead or len(units) > 1:
-                    iteration.ahead.update(dict.fromkeys(units if ahead else units[1:]))
-            elif verb == "leave":
-                in_use = bool(unit.sharing_units) and any(each.phase is FORWARD for each in unit.alive_sharing_units())
-                for views in unit.views:
-                    views.track_writes(in_use=in_use)  # users' writes to them would be lost
-            else:
-                if verb == "retain" and unit.kept.retain is not None:
-                    unit.kept.retain(unit)
-                iteration.has_freed = True
-                unit.reshard(SHOWS_NOTHING, unreached=iteration.backward is not None)
 
     # -- a forward of a unit -----------------------------------------------------------------------------------------
 
@@ -358,7 +335,7 @@ class ForwardDriver:
         if recomputing:
             self._gather_again(unit)
         elif turns.plain or not turns.enter(unit, self):
-            self.do(self.take_turn(unit, runs=runs))
+            self.iteration.executor.do(self.take_turn(unit, runs=runs))
         for each in (*unit.owning_units, unit) if unit.owning_units else (unit,):
             each.wait_unshard()
         for handle in unit.handles:
@@ -448,7 +425,9 @@ class ForwardDriver:
                 return
             reached = by_any
         iteration, keep = self.iteration, keep or again
-        self.do(self.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep))
+        iteration.executor.do(
+            self.schedule.finished(iteration.record, unit, training=iteration.training, reached=reached, keep=keep)
+        )
 
     def _hook_outer_levels(self, unit: Unit, output: Any) -> list[torch.Tensor]:
         """Inside of transforms: hook the tensors of `output` in the outer transforms, and outside of all of them."""

@@ -29,6 +29,7 @@ from ..flat.states import IDLE as UNIT_IDLE
 from ..flat.views import SHOWS_SHARD
 from ..schedule.forward_schedule import ForwardRecord
 from .backward import Backward
+from .executor import Executor
 from .finish import Finisher
 from .resources import Resources
 from .turns import PLAIN
@@ -84,10 +85,9 @@ class Iteration:
         record: the forward passes that the next backward may cover.
         backward: the running one, or None.
         depth: the number of nested forwards of units that run.
-        ahead: units to gather in this forward before their use, or gathered on a user's request; if they were sharded.
+        executor: of the actions of its forwards and its backward.
         requested: units that a user unsharded, and may compute with outside of a forward.
         is_at_rest: shards may be written to, so the next gathers are ordered after these writes.
-        has_freed: whether the running, or last, forward has freed a unit, which its backward gathers again.
         training: whether a backward follows the running forward; inside a reentrant checkpoint, too.
         turns: of units in the forward. [Note: turns]
         pending: gradients of the last backward that are still being reduced. [Note: finishers]
@@ -100,16 +100,17 @@ class Iteration:
         resources: Resources,
         agreement: Peers,
         observers: Observers,
+        executor: Executor,
     ) -> None:
         """`units`: the list of the model itself, which may change."""
         self.stage = IDLE
         self.record: ForwardRecord[Unit] = ForwardRecord()
         self.backward: Backward | None = None
         self.depth = 0
-        self.ahead: dict[Unit, None] = {}
+        self.executor = executor
         self.requested: dict[Unit, None] = {}
         self.is_at_rest = True
-        self.has_freed = self.training = self.left_unreduced = False
+        self.training = self.left_unreduced = False
         self.turns = PLAIN
         self.pending: Work | None = None
         self._units = units
@@ -150,19 +151,19 @@ class Iteration:
         self.stage = FORWARD  # without a call of `enter` in each step
         self.record.begin()
         self._resources.streams.unshard.follow_compute()
-        self.is_at_rest = self.has_freed = False
+        self.is_at_rest = self.executor.has_freed = False
 
     def end_forward(self, *, empty: bool) -> None:
         """The outermost forward has ended; `empty`: no backward can follow. A backward inside of it may still have to
         be finished."""
         if self.stage is FORWARD:
             self.enter(IDLE if empty else AWAITING_BACKWARD)
-            if not (empty or self.has_freed) and self._units[-1].groups.shard.size > 1:
+            if not (empty or self.executor.has_freed) and self._units[-1].groups.shard.size > 1:
                 for transport in self._resources.trimmable:  # the backward gathers nothing
                     transport.trim()
-        for each in self.ahead:
+        for each in self.executor.ahead:
             _reshard_unused(each)
-        self.ahead.clear()
+        self.executor.ahead.clear()
 
     def _forget_forward(self) -> None:
         """A forward failed: restore the state before it."""
@@ -170,7 +171,7 @@ class Iteration:
         if not self.record.continues:  # else a backward may reach an earlier pass, too
             self.record = ForwardRecord()
         self.is_at_rest = True
-        self.ahead.clear()
+        self.executor.ahead.clear()
         self.requested.clear()
 
     def follow_writes(self) -> None:
@@ -214,7 +215,8 @@ class Iteration:
         for observe in self._observers.graph_left:
             observe()
         try:
-            backward.flush()
+            self.executor.do(backward.ended(), backward)
+            backward.finish()
             if backward.sync:
                 self.left_unreduced = not backward.schedule.brings
             for observe in self._observers.backward_ends:
@@ -315,10 +317,9 @@ class Iteration:
             for unit in units:
                 _retain(unit)
         else:
-            kept = backward.stays_unsharded if backward is not None else frozenset()
             self.is_at_rest = not self.depth
             for unit in units:
-                unit.reset_to_idle(keep_unsharded=unit in kept)
+                unit.reset_to_idle(keep_unsharded=backward is not None and backward.rules[unit].stays_unsharded)
         self._resources.streams.await_downloads()
         # After one that will be differentiated again holders refuse to be used, so no gradient of theirs is deferred.
         finisher = Finisher() if retained or backward is None else backward.finisher
@@ -365,13 +366,13 @@ class Iteration:
 
     def retire_requests(self, *, written: bool = False) -> None:
         """Check units that a user unsharded between iterations, and free those whose shards were written to."""
-        for unit in self.ahead:
+        for unit in self.executor.ahead:
             unit.guard.end_request(unit, written=written)
 
     @property
     def shows_shards(self) -> bool:
         """Whether units are as between iterations, none is unsharded by a user, and no window is left unreduced."""
-        return not (self.ahead or self.is_interrupted or self.left_unreduced)
+        return not (self.executor.ahead or self.is_interrupted or self.left_unreduced)
 
     def show_shards(self) -> None:
         """Prepare for a step of an optimizer: let parameters show their shards, and wait for gradients."""

@@ -9,7 +9,7 @@ none of them contributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ..base import _torch
@@ -31,15 +31,15 @@ def came(unit: Unit, ran: Callable[[], None]) -> None:
     leaves.runs_late = True
 
 
-def expect_again(unit: Unit) -> None:
+def expect_again(unit: Unit, completed: Collection[Unit]) -> None:
     """Wait for gradients of `unit`, and of units whose parameters it uses, that the running graph task computes, and
-    that arrived before, or are no longer awaited."""
+    that arrived before, or, of those `completed`, are no longer awaited."""
     for each in (unit, *unit.owning_units):
         each.pick_up_grads()
         each.backward.late_gradients = sum(
             hooks.will_accumulate(handle.leaves[i])
             for handle, _, grads in each.kinds
-            for i in (grads.expected if each.backward.completed else grads.arrived)
+            for i in (grads.expected if each in completed else grads.arrived)
             if handle.leaves[i].requires_grad
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..base.events import Observers
 from ..base.peers import Peers
 from .backward_hooks import BackwardHooks
+from .executor import Executor
 from .forward_driver import ForwardDriver
 from .iteration import Iteration
 from .resources import ModelSettings, Resources
@@ -57,7 +58,8 @@ class Model:
         self.coalescer = coalescer = UnitCollectives() if coalescer is None else coalescer
         self.setup = setup = Setup([unit], settings, resources, agreement, coalescer, observers)
         self.units = [unit]
-        self.iteration = iteration = Iteration(setup.units, resources, agreement, observers)
+        executor = Executor(coalescer, agreement)
+        self.iteration = iteration = Iteration(setup.units, resources, agreement, observers, executor)
         shared: dict[str, Any] = {
             "setup": setup,
             "iteration": iteration,

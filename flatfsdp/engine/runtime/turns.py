@@ -43,9 +43,6 @@ class Turns:
     def check_recomputed(self, unit: Unit) -> None:
         """`unit` runs again, inside a backward; may refuse it."""
 
-    def check_backward_inside(self) -> None:
-        """A backward begins inside of the forward; may refuse it."""
-
     def check_recomputed_in_window(self, unit: Unit) -> None:
         """`unit`, which had no graph, runs again inside a backward that does not reduce; may refuse it."""
 

@@ -32,7 +32,6 @@ from ..flat.states import (
     GATHERING,
     IDLE,
     PHASE_STEPS,
-    PRE_BACKWARD,
     SHARDED,
     SUMMONED,
     UNSHARDED,
@@ -209,11 +208,6 @@ class Unit:
     def shows_shard(self) -> bool:
         """Whether users see the shard, as between iterations."""
         return all(views.mode is SHOWS_SHARD for views in self.views)
-
-    @property
-    def expects_gradients(self) -> bool:
-        """Whether gradients are awaited (or all have arrived) in the running backward."""
-        return self.phase is PRE_BACKWARD or self.backward.completed
 
     # -- unsharding --------------------------------------------------------------------------------------------------
 

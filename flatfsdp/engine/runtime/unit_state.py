@@ -223,7 +223,6 @@ class UnitBackward:
         keep_unsharded: its end cannot be observed, so the unit stays unsharded until the whole backward has ended.
         open_calls: calls whose backward has begun and has not reached their inputs, so that it may still read the
             parameters.
-        completed: every gradient that is awaited has arrived.
         late_gradients: how many gradients arrive again, from a segment recomputed in a graph task of its own, or later.
         task: the graph task in which gradients are awaited.
         arrived_in_inner_tasks: leaves whose gradients have arrived only in tasks inside that one, as (kind, index).
@@ -232,7 +231,6 @@ class UnitBackward:
 
     __slots__ = (
         "arrived_in_inner_tasks",
-        "completed",
         "ends_unseen",
         "keep_unsharded",
         "late_gradients",
@@ -243,7 +241,6 @@ class UnitBackward:
     def __init__(self, *, keep_unsharded: bool = False) -> None:
         self.keep_unsharded = keep_unsharded
         self.open_calls: set[ForwardCall] = set()
-        self.completed = False
         self.ends_unseen: list[Any] = []
         self.late_gradients = 0
         self.task = -1

@@ -1,7 +1,7 @@
-"""The actions that schedules return and drivers execute.
+"""The actions that schedules return, and that `runtime/executor.py` executes.
 
-[Note: actions] An action is a verb, and the units that it applies to, together. A driver executes all actions of an
-event, in order, before it reports another event, except those that occur inside of an action.
+[Note: actions] An action is a verb, and the units that it applies to, together. All actions of an event are executed,
+in order, before another event is reported, except those that occur inside of an action.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ U = TypeVar("U")
 #   retain              free, except for the part that is kept for the backward
 #   leave               leave them unsharded between forward and backward
 # In backwards:
+#   wait                a gradient flows into the last of these units: wait for their gathers
 #   participate         provide gradients: zeros where this backward computes none
 #   complete            stop awaiting gradients
 #   reduce              issue the reduction
@@ -30,6 +31,7 @@ Verb = Literal[
     "free",
     "retain",
     "leave",
+    "wait",
     "participate",
     "complete",
     "reduce",

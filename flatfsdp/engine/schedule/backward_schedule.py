@@ -34,7 +34,7 @@ and the calls of users that began later: the backward reaches these first, or pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Generic, Literal, TypeVar
@@ -57,7 +57,7 @@ class UnitRules(Generic[U]):
         targets: units to gather right after it instead of the next group.
         reads: whether its backward reads the parameters, so that they are gathered.
         reduces: whether its gradients are reduced, instead of accumulated unsharded.
-        stays_unsharded: whether it is left unsharded after its backward.
+        stays_unsharded: whether it is left unsharded after its backward, and after the whole one.
         owners: units whose parameters it uses, which are gathered whenever it is.
         is_tied: whether modules of several units hold some of its parameters, or see them transformed.
     """
@@ -76,7 +76,7 @@ class UnitFacts(Generic[U]):
     """Functions that return facts about a unit, and about the running graph task.
 
     Attributes:
-        has_gradients: whether any gradient has arrived.
+        has_gradients: whether any gradient has arrived of a unit that awaits some.
         is_used_once: whether in earlier backwards each of its gradients arrived once, and not in an inner graph task.
         is_unsharded: whether it is gathered, or its gather is in flight.
         is_trained: whether a parameter of it requires a gradient.
@@ -99,7 +99,6 @@ class BackwardSchedule(Generic[U]):
         clock: the ticks at which units are due. gathers, reductions: the collectives to issue, in order.
         recomputes_trained: whether reentrant checkpoints produce gradients, on this rank or on others.
         windows: units that await gradients, and accumulate them unsharded.
-        tied_owners: the owners of tied parameters that this backward may reach again.
         double: `create_graph`: the parameters are needed again.
         brings: whether it brings gradients of parameters, or reduces those of earlier backwards; the same on all ranks.
         expecting: units whose gradients are awaited; completed: those of which every one has arrived that is awaited.
@@ -128,9 +127,7 @@ class BackwardSchedule(Generic[U]):
         self.expecting: set[U] = set()
         self.completed: set[U] = set()
         self.finished: set[U] = set()
-        self.tied_owners: TiedOwners[U] = TiedOwners(
-            clock, rules, facts, completed=self.completed, finished=self.finished
-        )
+        self._owners_reached: dict[U, bool] = {}  # tied owners: whether gradients had arrived before that
         trained = tuple(filter(facts.is_trained, clock.recomputed))
         self.recomputes_trained = bool(trained)
         self._awaited = clock.planned.union(trained) if trained else clock.planned
@@ -149,7 +146,7 @@ class BackwardSchedule(Generic[U]):
         if lifetime is not None and (lifetime.until_over or (unit in clock.recomputed and unit not in self.completed)):
             return True
         return (unit in clock.several and unit not in self.finished) or (
-            bool(clock.tied_owners) and self.tied_owners.may_be_used(unit)
+            bool(clock.tied_owners) and self._may_be_used(unit)
         )
 
     def _is_unsharded(self, unit: U) -> bool:
@@ -185,16 +182,16 @@ class BackwardSchedule(Generic[U]):
     # -- events ------------------------------------------------------------------------------------------------------
 
     def reached(self, unit: U, *, inner: bool) -> list[Action[U]]:
-        """The backward reaches `unit`: gather it, after all units before it. `inner`: in a graph task inside of that
-        of this backward."""
+        """The backward reaches `unit`: gather it, after all units before it, and wait for that. `inner`: in a graph
+        task inside of that of this backward."""
         actions = self._actions = []
-        if self.clock.tied_owners:
-            self.tied_owners.reached(unit)
+        if unit in self.clock.tied_owners:
+            self._owners_reached.setdefault(unit, unit in self.expecting and self._facts.has_gradients(unit))
         # A graph made by a reentrant checkpoint is reached at the checkpoint's place, not at that of another graph that
         # the unit may have; ranks need not reach it.
         in_task, inner = inner, inner and self.clock.recomputes
-        owners = self._rules[unit].owners
-        needed = (*owners, unit) if owners else (unit,)
+        rules = self._rules[unit]
+        needed = (*rules.owners, unit) if rules.owners else (unit,)
         if not inner:
             # At this tick all of these gathers, which are waited for, are due; a tied owner has ended with its last
             # user. Done before others are gathered, since each takes memory.
@@ -205,6 +202,9 @@ class BackwardSchedule(Generic[U]):
                 self._gather_in_turn(each)
         if unit in self.clock.planned and not (inner or self.gathers.is_over):
             self._prefetch_after(unit)
+        if rules.owners or not rules.reads:
+            needed = tuple([each for each in needed if self._rules[each].reads or self._is_unsharded(each)])
+        actions.append(("wait", needed))
         return actions
 
     def _gather_in_turn(self, unit: U) -> None:
@@ -382,44 +382,24 @@ class BackwardSchedule(Generic[U]):
         if not (self._keeps_unsharded(unit) or (not reads and self.gathers.has_turn(unit))):
             self._actions.append(("free", (unit,)))
 
-
-class TiedOwners(Generic[U]):
-    """The owners that this backward may reach again."""
-
-    def __init__(
-        self,
-        clock: BackwardClock[U],
-        rules: Mapping[U, UnitRules[U]],
-        facts: UnitFacts[U],
-        *,
-        completed: Set[U],
-        finished: Set[U],
-    ) -> None:
-        self._clock, self._rules, self._facts = clock, rules, facts
-        self._completed, self._finished = completed, finished
-        self._reached: dict[U, bool] = {}  # the owners reached: whether gradients had arrived before that
-
-    def reached(self, unit: U) -> None:
-        """Called when the backward reaches a call of `unit`."""
-        if unit in self._clock.tied_owners:
-            self._reached.setdefault(unit, self._facts.has_gradients(unit))
+    # -- tied owners -------------------------------------------------------------------------------------------------
 
     def awaits_own_call(self, unit: U) -> bool:
         """Whether other units use parameters of `unit`, whose own call this backward has not reached."""
-        return unit in self._clock.tied_owners and unit not in self._reached
+        return unit in self.clock.tied_owners and unit not in self._owners_reached
 
-    def may_be_used(self, owner: U) -> bool:
+    def _may_be_used(self, owner: U) -> bool:
         """Whether this backward may still reach `owner`, or units that use its parameters and began later."""
-        if owner not in self._clock.tied_owners:
+        if owner not in self.clock.tied_owners:
             return False
-        began, rules = self._clock.began, self._rules
-        users = (unit for unit in self._clock.begun if began[unit] > began[owner] and owner in rules[unit].owners)
+        began, rules = self.clock.began, self._rules
+        users = (unit for unit in self.clock.begun if began[unit] > began[owner] and owner in rules[unit].owners)
         return not (self._is_over(owner) and all(map(self._is_over, users)))
 
     def _is_over(self, unit: U) -> bool:
         """Whether it is known that this backward reaches no more calls of `unit`."""
-        if unit in self._finished:
+        if unit in self.finished:
             return True
-        if unit in self._clock.tied_owners and self._reached.get(unit, True):
+        if unit in self.clock.tied_owners and self._owners_reached.get(unit, True):
             return False  # its own use may still be recomputed, and compute a gradient late
-        return unit in self._completed and unit not in self._clock.several
+        return unit in self.completed and unit not in self.clock.several
