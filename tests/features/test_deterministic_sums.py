@@ -575,6 +575,32 @@ def test_memory_plan() -> None:
     assert summed.comm["reduce_scatter"][0] == plain.comm["reduce_scatter"][0]
 
 
+def held_and_sent(rank: int, world: int, deterministic: bool, owners: list[int]) -> tuple[float, float]:
+    """How many whole gradients a rank holds at most, and how many it sends, in a step under no_sync()."""
+    model = wrapped(nn.Linear(64, 64, bias=False), deterministic_sums=deterministic)
+    stats, size = flatfsdp.stats(model), 64 * 64 * 4
+    for index, last in rounds(owners, rank):
+        context = flatfsdp.microbatch(index, of=len(owners)) if deterministic else nullcontext()
+        with unsynchronized(model, last), context:
+            model(torch.ones(2, 64)).sum().backward()
+    return stats.bytes_at_peak["slots"] / size, stats.comm["reduce_scatter"][1] / size
+
+
+@pytest.mark.parametrize(
+    ("owners", "held", "sent"),
+    [
+        (aligned(16, 2), 4, 1),  # before the last one: blocks of four, two and one, and what is computed
+        (in_turns(16, 2), 8, 8),
+        ([1, *[0] * 7, *[1] * 8], 5, 3),  # from the second one on; before the last: blocks of 1, 2, 2 and 1
+    ],
+    ids=["aligned", "in turns", "consecutive"],
+)
+def test_memory_and_bytes_are_those_of_the_blocks(run: Run, owners: list[int], held: int, sent: int) -> None:
+    assert run(2, held_and_sent, False, owners)[0] == (1, 1)
+    found, bytes_sent = run(2, held_and_sent, True, owners)[0]
+    assert found <= held and bytes_sent == sent
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
