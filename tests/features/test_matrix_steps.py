@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -298,7 +298,7 @@ def counted(rank: int, world: int, bucket_bytes: int, sees: str | None, settings
     assert sizes["all_to_all"] == each * size * plan.sent(member) + size * plan.returned(member)
     assert sizes["to_replicas"] == size * plan.copied(member)
     rows = [plan.world, plan.world * plan.replicas] if looks > 1 else [plan.world * plan.replicas]
-    assert sizes["scalar"] == sum(rows) * len(plan.matrices) + axes * (1 if sees is None else 17)
+    assert sizes["scalar"] == sum(rows) * len(plan.matrices) + axes
     state = steps.optimizer.state
     if sees is None:
         held = sum(parameter.numel() for parameter in params)
@@ -334,8 +334,8 @@ def test_replicas_share_the_work_at_the_cost_of_the_formulas(strategy: str, pool
 class Counting(torch.optim.Muon):
     """One that records how many all-to-alls were begun before each of its steps."""
 
-    begun: Any
-    seen: list[int]
+    begun: Any = staticmethod(lambda: 0)
+    seen: ClassVar[list[int]] = []
 
     def step(self, closure: Any = None) -> Any:
         if any(group["params"] for group in self.param_groups):

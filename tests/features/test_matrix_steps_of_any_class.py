@@ -4,15 +4,12 @@ states in torch's state dicts."""
 from __future__ import annotations
 
 import copy
-import random
 import re
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -105,54 +102,6 @@ class Counting(Plain):
             group["lr"] = 0.1 / self.count
 
 
-class ListCounting(Plain):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.counts = {"steps": [0]}
-
-    def before(self) -> None:
-        self.counts["steps"][0] += 1
-
-
-class Random(Plain):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.numbers = random.Random(0)
-
-    def before(self) -> None:
-        self.numbers.random()
-
-
-class RandomOfTorch(Plain):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.helper = nn.ModuleDict.__new__(Holding)
-        self.helper.generator = torch.Generator()
-
-    def before(self) -> None:
-        torch.rand(1, generator=self.helper.generator)
-
-
-class Holding:
-    generator: torch.Generator
-
-
-class OfAll(Plain):
-    def before(self) -> None:
-        self.state.setdefault("all", torch.zeros(1)).add_(1)
-
-
-class OfGroup(Plain):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for group in self.param_groups:
-            group["k"] = torch.zeros(())
-
-    def before(self) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-
-
 def counting(rank: int, world: int) -> tuple[int, list[str]]:
     found = trained(rank, world, "wrapper", Counting, tensors=True, sees="tensors", bucket_bytes=800)
     model = wrapped("wrapper")
@@ -166,74 +115,6 @@ def counting(rank: int, world: int) -> tuple[int, list[str]]:
 
 def test_values_that_a_step_replaces_are_replaced_once(pool2: Run) -> None:
     assert pool2(counting) == [(2, [])] * 2
-
-
-def sharing(rank: int, world: int, cls: Any) -> str:
-    model = wrapped("wrapper")
-    made = cls(model.parameters())
-    if cls is OfAll:
-        made.state["all"] = torch.zeros(1)
-    steps = flatfsdp.matrix_steps(made, sees="tensors", bucket_bytes=800)
-    model(batch(rank, 0)).backward()
-    with pytest.raises(UsageError) as caught:
-        steps.optimizer.step()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("cls", "what"),
-    [
-        (ListCounting, "its attribute 'counts'"),
-        (Random, "its attribute 'numbers'"),
-        (RandomOfTorch, "its attribute 'helper'"),
-        (OfAll, "its state 'all'"),
-        (OfGroup, "'k' of a param group"),
-    ],
-)
-def test_values_that_a_step_changes_in_place_are_refused(cls: Any, what: str, pool2: Run) -> None:
-    for text in pool2(sharing, cls):
-        assert re.search(f"a step of this {cls.__name__} changes {what} in place, which all parameters share", text)
-
-
-class Estimating(Plain):
-    """A value that follows from all parameters, as Prodigy's estimate of the learning rate."""
-
-    def before(self) -> None:
-        for group in self.param_groups:
-            group["d"] = sum(float(each.grad.abs().sum()) for each in group["params"])
-
-
-class OnOneRank(Plain):
-    """A value that only one rank computes otherwise."""
-
-    def before(self) -> None:
-        for group in self.param_groups:
-            group["d"] = torch.tensor(float(dist.get_rank() == 1))
-
-
-class Drawing(Plain):
-    def before(self) -> None:
-        torch.rand(1)
-
-
-class DrawingOfPython(Plain):
-    def before(self) -> None:
-        random.random()
-
-
-class DrawingOfNumpy(Plain):
-    def before(self) -> None:
-        numpy.random.rand(1)
-
-
-def test_values_of_all_parameters_and_global_random_numbers_are_refused(pool2: Run) -> None:
-    for text in pool2(sharing, Estimating):
-        assert re.search(r"'d' is \d.* after some matrices, and \d.* after others. A value that an opt", text)
-    for text in pool2(sharing, OnOneRank):
-        assert re.search(r"after this rank's matrices 'd' = [01].0; others differ. A value that an opt", text)
-    for cls in (Drawing, DrawingOfPython, DrawingOfNumpy):
-        for text in pool2(sharing, cls):
-            assert f"a step of this {cls.__name__} draws random numbers of torch, Python or numpy" in text
 
 
 class Around(torch.optim.Optimizer):

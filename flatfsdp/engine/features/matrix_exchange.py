@@ -27,7 +27,6 @@ from torch import nn
 
 from ...errors import AgreementError, UsageError, by_ranks, ranks_in_words
 from ..agreement.object_collectives import all_or_none, description_of
-from ..base.hashing import hash63
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
@@ -43,10 +42,6 @@ from .matrix_adapters import Seen
 # the whole matrix, or of the rank's part.
 WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS, OTHER_GRADIENT, OTHER_STATE = 1, 2, 4, 8, 16, 32
 MATRICES = "matrices"  # the category of their memory: what is sent, what arrives, what owners put together
-OF_ALL = (
-    "A value that an optimizer computes from all parameters, such as a norm or an estimate of the learning rate, would "
-    "be that of each bucket of matrices by itself. Use settings without it, or another optimizer"
-)
 FAILED = "reports what failed in a step on whole matrices"
 
 
@@ -141,15 +136,10 @@ class Work(Protocol):
         sent: how many numbers an owner gets for each element of a matrix; one comes back.
         in_parts: whether each rank keeps the optimizer state of its elements. Then `compute` depends on nothing else,
             so that one owner can compute for all replicas; and it may be collective, over other axes.
-        settings: in words, the numbers that the step has set in each param group, if it can: equal on all ranks that
-            have set some.
     """
 
     sent: int
     in_parts: bool
-
-    @property
-    def settings(self) -> Sequence[str]: ...
 
     def dtype_of(self, slot: Slot) -> torch.dtype:
         """The dtype of what is sent in both directions."""
@@ -448,18 +438,16 @@ class _Bucket:
             self._held.append(pieces.free)
 
 
-def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception], settings: Sequence[str] = ()) -> None:
+def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception]) -> None:
     """Raise what `failed` on this rank, or an error with the reports of others. Collective over all axes: a byte
-    of each rank, 16 more for each of the `settings`, and descriptions if any failed. [Note: failed owners]
+    of each rank, and descriptions if any failed. [Note: failed owners]
 
     Raises:
         AgreementError: a step failed on other ranks.
-        UsageError: of a param group, ranks have different `settings`.
     """
     flags = []
-    report = [int(bool(failed)), *(byte for each in settings for byte in _report_of(each))]
     for exchange in exchanges:
-        flag = torch.tensor(report, dtype=torch.uint8, device=exchange.transport.device.device)
+        flag = torch.full((), bool(failed), dtype=torch.uint8, device=exchange.transport.device.device)
         for axis in exchange.axes:
             flag = all_reduce_now(axis, flag, maximum=True)
         flags.append(flag)
@@ -467,15 +455,7 @@ def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception],
         return
     words: dict[int, str | None] = {}
     for exchange, flag in zip(exchanges, flags, strict=True):
-        has_failed, *hashes = flag.tolist()
-        reports = [hashes[start : start + 16] for start in range(0, len(hashes), 16)]
-        differs = [
-            any(one + inverted > 255 for one, inverted in zip(each[:8], each[8:], strict=True)) for each in reports
-        ]
-        own = [each for each, other in zip(settings, differs, strict=True) if each and other]
-        if own and not failed:
-            failed.append(UsageError(f"matrix_steps: after this rank's matrices {own[0]}; others differ. {OF_ALL}"))
-        if has_failed or any(differs):
+        if flag.item():
             doing = FAILED
             words |= all_or_none(exchange.axes, lambda: description_of(failed[0]) if failed else None, doing=doing)
     if failed:
@@ -486,13 +466,6 @@ def raise_failures(exchanges: Sequence[MatrixExchange], failed: list[Exception],
             "matrix_steps: the step on whole matrices failed, and others may have been stepped on: "
             f"{by_ranks(others, ': ')}. Load a checkpoint to have all of them at the same step"
         )
-
-
-def _report_of(settings: str) -> Sequence[int]:
-    """A hash of `settings`, and its inversion: with the largest of each byte on any rank, they add up to more than 255
-    if two differ. Zeros, which change neither, if there are none."""
-    found = hash63(settings).to_bytes(8, "little")
-    return [*found, *(255 - byte for byte in found)] if settings else [0] * 16
 
 
 def each_piece(of_ranks: Iterable[Iterable[Piece]]) -> Iterable[Piece]:

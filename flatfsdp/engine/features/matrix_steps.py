@@ -27,7 +27,6 @@ from ..guards.optimizer_hooks import (
     HeldState,
     OfOptimizer,
     give_wholes,
-    is_at_work,
     looking,
     steps_on_wholes,
 )
@@ -43,7 +42,8 @@ from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, each_piece
 from .matrix_states import form_of, to_owners, to_shards, whole_state
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
-from .own_steps import OwnSteps, add_changes, changed
+from .optimizer_trials import try_on_matrices
+from .own_steps import OwnSteps, changed
 
 State = dict[str, Any]
 MEBIBYTE = 2**20
@@ -233,8 +233,6 @@ class _Stepper(OfOptimizer):
                 "matrix_steps: step() was called with a closure, which would compute gradients after matrices were "
                 "exchanged. Run the backward before step()"
             )
-        if is_at_work(optimizer):
-            raise UsageError("matrix_steps: this optimizer cannot step in backwards; call its step() after them")
         steps, work = self._found(), self.work
         with torch.no_grad(), ExitStack() as calls:
             for model in models_of(steps.units):
@@ -250,7 +248,7 @@ class _Stepper(OfOptimizer):
                 failed += exchange.step(present, work)
                 written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
                 torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
-            raise_failures(steps.exchanges, failed, work.settings)
+            raise_failures(steps.exchanges, failed)
             if not optimizer.state and steps.entries:
                 # Without any state, torch's functions for state dicts take a step, which is collective, on this rank.
                 optimizer.state[steps.exchanges[0].entries[0].slot.parameter] = {}
@@ -267,8 +265,7 @@ class _Stepper(OfOptimizer):
         optimizer.__dict__.update(self.work.changes | changed(vars(made), attributes))
         of_groups = zip(optimizer.param_groups, made.param_groups, settings, self.work.of_groups, strict=True)
         for group, used, given, new in of_groups:
-            add_changes(new, changed(used, given))
-            group.update(new)
+            group.update(new | changed(used, given))
 
     # -- what is stepped on --------------------------------------------------------------------------------------------
 
@@ -460,8 +457,9 @@ def matrix_steps(
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument of another type; an owner that is no rank, at the first step.
-        UsageError: an optimizer of another class, without `sees`; parameters that cannot be exchanged; steps that are
-            fused, or taken in backwards; state from before.
+        UsageError: an optimizer of another class, without `sees`; one whose step on a matrix depends on others, in a
+            trial on random numbers; parameters that cannot be exchanged; steps that are fused, or taken in backwards;
+            state from before.
 
     Example (in a process group of one rank):
         >>> import functools, torch, flatfsdp
@@ -507,6 +505,8 @@ def matrix_steps(
                 f"{name}(): the optimizer has state of {slot.name} already, which would be that of a part of it. Call "
                 f"{name}() before the first step, and load states afterwards"
             )
+    if not adapter.in_parts:
+        try_on_matrices(optimizer)
     return MatrixSteps(optimizer, _Stepper(optimizer, adapter, asked, cost or adapter.cost, bucket_bytes))
 
 

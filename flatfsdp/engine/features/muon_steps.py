@@ -33,7 +33,6 @@ class MuonSteps(OfOptimizer):
 
     sent = 1
     in_parts = True
-    settings = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)

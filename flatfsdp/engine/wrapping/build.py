@@ -42,10 +42,10 @@ from ..features.compaction import attach_compaction, keep_apart
 from ..features.conditional_units import attach_conditional_units
 from ..features.deferred_gradients import defer_as
 from ..features.deterministic_sums import attach_deterministic_sums
-from ..features.element_trials import TRIALS
 from ..features.error_feedback import attach_residuals
 from ..features.gradient_hooks import attach_gradient_hooks
 from ..features.halfway import attach_halfway
+from ..features.optimizer_trials import TRIALS
 from ..features.persistent_params import attach_persistent_params
 from ..features.pipelines import serve_stages
 from ..features.post_forward import attach_post_forward_shards

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,16 +66,23 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def step_alone(clone: torch.optim.Optimizer) -> None:
-    """`unhooked_step`; the random states of torch and Python stay unchanged."""
+@contextmanager
+def random_states_kept(clone: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, `clone` may step: afterwards the random states of torch and Python are as before."""
     devices = {each.device for group in clone.param_groups for each in group["params"] if each.device.type != "cpu"}
     device_type = next(iter(devices)).type if devices else "cpu"
     numbers = random.getstate()
     try:
         with torch.random.fork_rng(devices=sorted(devices, key=str), device_type=device_type):
-            unhooked_step(clone)
+            yield
     finally:
         random.setstate(numbers)
+
+
+def step_alone(clone: torch.optim.Optimizer) -> None:
+    """`unhooked_step`, with `random_states_kept`."""
+    with random_states_kept(clone):
+        unhooked_step(clone)
 
 
 def unhooked_step(clone: torch.optim.Optimizer) -> None:

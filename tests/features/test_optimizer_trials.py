@@ -1,13 +1,15 @@
-"""Optimizers that are not known are tried before they step on parts of parameters; those that look at more than single
-elements are refused in words."""
+"""Optimizers that are not known are tried before they step on parts of parameters, or on whole matrices of several
+ranks; those that look at more than single elements, or than one matrix, are refused in words."""
 
 from __future__ import annotations
 
 import random
 import warnings
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -136,6 +138,144 @@ def test_one_that_cannot_be_tried_is_named() -> None:
     with fake_world(2):
         _model, optimizer = wrapped(Closing)
         with pytest.warns(
-            FlatFSDPWarning, match="not known whether Closing is element-wise, because a copy of it does"
+            FlatFSDPWarning,
+            match="not known whether Closing can step on this rank's share of what it steps on, because",
         ):
             optimizer.step(lambda: None)
+
+
+class Scaled(Momentum):
+    """One with a factor for all parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.prepare()
+
+    def prepare(self) -> None: ...
+
+    def factor(self) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.by = self.factor()
+        super().step()
+
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by * p.norm(), alpha=lr * self.by)
+
+
+class Replacing(Scaled):
+    """Numbers that a step replaces, each time by the same."""
+
+    def prepare(self) -> None:
+        self.param_groups[0]["k"] = 0
+
+    def factor(self) -> float:
+        self.param_groups[0]["k"] += 1
+        return 1 / (self.count + 1) + 1 / self.param_groups[0]["k"]
+
+
+class Estimating(Scaled):
+    """A value that follows from all parameters, as Prodigy's estimate of the learning rate."""
+
+    def factor(self) -> float:
+        self.param_groups[0]["d"] = sum(float(each.grad.abs().sum()) for each in self.param_groups[0]["params"])
+        return float(self.param_groups[0]["d"]) / 1000
+
+
+class Clipping(Scaled):
+    """A norm of all gradients, which is not kept."""
+
+    def factor(self) -> float:
+        return 1 / float(sum(each.grad.square().sum() for each in self.param_groups[0]["params"])) ** 0.5
+
+
+class CountingInPlace(Scaled):
+    def prepare(self) -> None:
+        self.counts = {"steps": [0]}
+
+    def factor(self) -> float:
+        self.counts["steps"][0] += 1
+        return 1 / self.counts["steps"][0]
+
+
+class CountingOfGroup(Scaled):
+    def prepare(self) -> None:
+        self.param_groups[0]["k"] = torch.zeros(())
+
+    def factor(self) -> float:
+        self.param_groups[0]["k"] += 1
+        return 1 / float(self.param_groups[0]["k"])
+
+
+class CountingInState(Scaled):
+    def prepare(self) -> None:
+        self.state["all"] = torch.zeros(())  # type: ignore[index]
+
+    def factor(self) -> float:
+        self.state["all"] += 1  # type: ignore[index]
+        return 1 / float(self.state["all"])  # type: ignore[index, arg-type]
+
+
+class DrawingOfItsOwn(Scaled):
+    def prepare(self) -> None:
+        self.numbers = random.Random(0)
+
+    def factor(self) -> float:
+        return self.numbers.random()
+
+
+class DrawingOfAGenerator(Scaled):
+    def prepare(self) -> None:
+        self.helper = SimpleNamespace(generator=torch.Generator())
+
+    def factor(self) -> float:
+        return float(torch.rand(1, generator=self.helper.generator))
+
+
+class Drawing(Scaled):
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by * torch.rand_like(p), alpha=lr)
+
+
+class DrawingOfPython(Scaled):
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by, alpha=lr * random.random())
+
+
+class DrawingOfNumpy(Scaled):
+    def update(self, p: Tensor, by: Tensor, lr: float) -> None:
+        p.sub_(by, alpha=lr * numpy.random.rand())
+
+
+OF_ALL = [Estimating, Clipping, CountingInPlace, CountingOfGroup, CountingInState]
+RANDOM = [DrawingOfItsOwn, DrawingOfAGenerator, Drawing, DrawingOfPython, DrawingOfNumpy]
+
+
+@pytest.mark.parametrize("cls", OF_ALL + RANDOM)
+def test_what_depends_on_other_matrices_is_refused_before_any_rank_steps(cls: Any) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    made = cls([parameter])
+    with pytest.raises(
+        UsageError, match=f"{cls.__name__} cannot be given to matrix_steps: in a trial .* depend on other"
+    ):
+        flatfsdp.matrix_steps(made, sees="tensors")
+    assert made.count == 0 and {*made.state} <= {"all"} and torch.equal(parameter, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("cls", [Momentum, Trusting, OfRows, Replacing])
+def test_what_steps_on_each_matrix_by_itself_is_taken(cls: Any) -> None:
+    made = cls([nn.Parameter(torch.ones(4, 4))])
+    before = torch.get_rng_state(), random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FlatFSDPWarning)
+        flatfsdp.matrix_steps(made, sees="tensors")
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert made.count == 0 and not made.state
+
+
+def test_one_that_cannot_be_tried_on_matrices_is_named() -> None:
+    made = Closing([nn.Parameter(torch.ones(4, 4))])
+    with pytest.warns(FlatFSDPWarning, match="not known whether Closing can step on this rank's share"):
+        flatfsdp.matrix_steps(made, sees="tensors")
