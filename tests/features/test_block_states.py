@@ -20,14 +20,16 @@ from flatfsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, ch
 from flatfsdp.errors import ConfigTypeError, UsageError
 from flatfsdp.layout import Elements, Rows, state_blocks
 from tests.conftest import Run
+from tests.features.test_matrix_steps import unsynced
 from tests.harness.corners import seeded
 from tests.harness.gradients import plain
 from tests.harness.low_bit import LowBitAdam, Quantized
-from tests.harness.meshes import replicas_of_shards
+from tests.harness.meshes import named_mesh, replicas_of_shards
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 3
+STEPS = 5
 NAMES = "exp_avg", "exp_avg_sq"
 FP8 = "_float8_e4m3fn"
 HAS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -76,6 +78,8 @@ def blocks(kind: str) -> int:
 
 def wrapped(front: str, kind: str, net: nn.Module, **settings: Any) -> Any:
     if front == "fully_shard":
+        if "mesh" in settings:
+            settings["mesh"] = named_mesh(*settings["mesh"])
         return fully_shard(net, layout=state_blocks(blocks(kind)), **settings)
     if settings.get("sharding_strategy") == "HYBRID_SHARD":
         settings["device_mesh"] = replicas_of_shards()
@@ -124,7 +128,9 @@ def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name, value in found.items() if not torch.equal(torch.as_tensor(value), expected[name])]
 
 
-def trained(rank: int, world: int, front: str, kind: str, in_backward: bool = False, **settings: Any) -> list[str]:
+def trained(
+    rank: int, world: int, front: str, kind: str, clip: bool = False, accumulate: bool = False, **settings: Any
+) -> list[str]:
     """The differences to one process with the same gradients."""
     with eager():
         alone = seeded(Net)
@@ -132,7 +138,12 @@ def trained(rank: int, world: int, front: str, kind: str, in_backward: bool = Fa
         model = wrapped(front, kind, seeded(Net), **settings)
         optimizer = flatfsdp.block_states(make(kind, model.parameters()))
         for number in range(STEPS):
+            if accumulate:
+                with unsynced(model):
+                    model(batch(rank, number + 10)).backward()
             model(batch(rank, number)).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             gradients = wholes(model, "grad")
             for name, parameter in alone.named_parameters():
                 parameter.grad = gradients[name]
@@ -147,23 +158,27 @@ def trained(rank: int, world: int, front: str, kind: str, in_backward: bool = Fa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("front", "world"), [("wrapper", 3), ("wrapper", 4), ("fully_shard", 4), ("wrapper", 1)])
+@pytest.mark.parametrize(("front", "world"), spread(["wrapper", "fully_shard"], [3, 4, 4, 1, 2]))
 def test_states_are_those_of_one_process(front: str, world: int, kind: str, run: Run) -> None:
-    assert [line for each in run(world, trained, front, kind) for line in each] == []
+    settings = {"clip": world != 4, "accumulate": world > 2}
+    assert [line for each in run(world, trained, front, kind, **settings) for line in each] == []
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"sharding_strategy": "SHARD_GRAD_OP"},
+    {"sharding_strategy": "SHARD_GRAD_OP", "clip": True, "accumulate": True},
     {"sharding_strategy": "NO_SHARD"},
     {"sharding_strategy": "HYBRID_SHARD"},
     {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    {"reshard_after_forward": False, "accumulate": True},
+    {"mesh": (2, 2), "clip": True},
 ]
 
 
 @pytest.mark.parametrize("kind", EIGHT_BITS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_states_are_those_of_one_process_under_other_settings(settings: dict[str, Any], kind: str, run: Run) -> None:
-    assert [line for each in run(4, trained, "wrapper", kind, **settings) for line in each] == []
+    front = "fully_shard" if {"mesh", "reshard_after_forward"} & settings.keys() else "wrapper"
+    assert [line for each in run(4, trained, front, kind, **settings) for line in each] == []
 
 
 def in_backward(rank: int, world: int, kind: str) -> list[str]:

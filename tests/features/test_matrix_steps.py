@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -141,6 +143,18 @@ def batch(rank: int, number: int) -> Tensor:
     return torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
+@contextmanager
+def unsynced(model: Any) -> Iterator[None]:
+    """Inside, backwards accumulate gradients without a reduction."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
 def trained(
     rank: int,
     world: int,
@@ -162,7 +176,7 @@ def trained(
     reference = OneProcess(seeded(Net), make, tensors=tensors)
     for number in range(STEPS):
         if accumulate:
-            with model.no_sync():
+            with unsynced(model):
                 model(batch(rank, number + 10), experts=number != 2).backward()
         model(batch(rank, number), experts=number != 2).backward()
         if clip:

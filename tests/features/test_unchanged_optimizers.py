@@ -112,6 +112,27 @@ def test_steps_under_other_strategies(settings: dict[str, Any], pool2: Run) -> N
     assert [differing for differing, _ in pool2(trained, adafactor, "", **settings)] == [[], []]
 
 
+def stepped_in_backwards(rank: int, world: int, make: Any) -> list[str]:
+    """The differences to one process. Two equal batches have the gradients of one, to the bit."""
+    model, alone = wrapped(), seeded(Net)
+    optimizer = make(stepped_by(model, make))
+    reference = make([each for each in alone.parameters() if make is not muon or each.dim() == 2])
+    flatfsdp.optimizer_in_backward(model, optimizer)
+    for number in range(5):
+        for each in (model, alone):
+            each.zero_grad()
+            each(batch(0, number)).backward()
+        reference.step()
+        optimizer.step()
+    found = whole(model, "data")
+    return [name for name, each in alone.named_parameters() if not torch.equal(found[name], each)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [adafactor, muon])
+def test_steps_in_the_backward(make: Any, pool2: Run) -> None:
+    assert pool2(stepped_in_backwards, make) == [[], []]
+
+
 def loaded(rank: int, world: int, make: Any, path: str, layout: Any) -> dict[str, dict[str, Any]]:
     model = wrapped(layout=layout or "flat")
     optimizer = make(stepped_by(model, make))
