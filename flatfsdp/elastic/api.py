@@ -350,7 +350,7 @@ class _Filling:
             return made.as_subclass(KeptWhole)
         flat = torch.zeros(at_rest.numel(), dtype=entry.dtype, device=at_rest.device)
         for named in param.params:
-            local = flat[named.span_in_shard.slice] if param.is_flat else flat
+            local = param.handle.face.elements_in(named.index, flat)
             self._targets[named.name, entry.state] = local, named.span_in_param.start
         return param.like_holder(flat if at_rest.dim() == 1 else flat.as_strided(at_rest.shape, at_rest.stride()))
 

@@ -342,8 +342,9 @@ def refused(rank: int, world: int, kind: str) -> None:
             UsageError, match=r"each rank rounds .* but 3 ranks have the same elements of it, and would"
         ):
             flatfsdp.block_states(rounding)
+        flat = FullyShardedDataParallel(Net())
         with pytest.raises(UsageError, match="holds a flat parameter"):
-            flatfsdp.block_states(make(kind, FullyShardedDataParallel(Net()).parameters()))
+            flatfsdp.block_states(make(kind, flat.parameters()))
 
 
 @pytest.mark.parametrize("kind", EIGHT_BITS)

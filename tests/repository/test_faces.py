@@ -42,6 +42,33 @@ def test_no_other_file_checks_which_face_it_is() -> None:
 
 
 FACES = ("flat/faces", "flat/paired_face", "flat/piece_face", "dtensor/dtensor_face")
+# Where flat parameters are made, found to be of no unit, and refused if they are wrapped again.
+KNOW = ("flat/flat_param", "models/param_registry", "wrapping/build")
+
+
+def asks_for_flat(tree: ast.AST) -> Iterator[ast.AST]:
+    """The places where the code compares a class with that of flat parameters, or asks for FSDP1's mark of these."""
+    for each in ast.walk(tree):
+        match each:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+                found = any(isinstance(kind, ast.Name) and kind.id == "FlatParameter" for kind in ast.walk(kinds))
+            case ast.Compare():
+                found = "FlatParameter" in ast.unparse(each) and "type(" in ast.unparse(each)
+            case ast.Attribute(attr="_fsdp_flattened") | ast.Constant(value="_fsdp_flattened"):
+                found = True
+            case _:
+                found = False
+        if found:
+            yield each
+
+
+def test_no_other_file_asks_whether_a_parameter_is_a_flat_one() -> None:
+    found = {
+        path.relative_to(ENGINE).with_suffix("").as_posix(): ast.unparse(each)
+        for path in sorted(ENGINE.rglob("*.py"))
+        for each in asks_for_flat(ast.parse(path.read_text()))
+    }
+    assert found.keys() == {*KNOW}, f"ask the face (`shares_holder`), or whose parameter it is (`owner_of`): {found}"
 
 
 def lists_of_faces() -> set[str]:

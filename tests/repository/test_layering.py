@@ -412,7 +412,7 @@ def test_faces_are_asked_no_more() -> None:
         if isinstance(each.annotation, ast.Name) and each.annotation.id == "bool"
     }
     facts = {"holders_are_leaves", "leaves_are_private", "originals_get_grads"}
-    facts |= {"holders_refuse", "users_swap_holders", "misses_data_writes"}
+    facts |= {"holders_refuse", "shares_holder", "users_swap_holders", "misses_data_writes"}
     assert found == facts | {"computes"}  # a state
 
 

@@ -28,7 +28,7 @@ from ..base import _torch
 from ..base.events import Observer
 from ..base.hashing import hash63
 from ..base.nested_tensors import tensors_in
-from ..flat.flat_param import FlatParameter, FlatParamHandle
+from ..flat.flat_param import FlatParamHandle
 from ..flat.states import UNSHARDED
 from ..flat.write_tracker import VERSION
 from ..guards import optimizer_hooks
@@ -221,10 +221,9 @@ class Audit:
                         yield name, holder, (weakref.ref(shard), written), shard[span.slice]
                     for key, value in [pair for each in states if holder in each for pair in each[holder].items()]:
                         for part, each in enumerate(_plain(value)):
-                            of_unit = isinstance(holder, FlatParameter) and each.numel() == shard.numel()
+                            own = handle.face.elements_in(index, each) if each.shape == shard.shape else each
                             words = f"{key}{f' ({part})' if part else ''} of {name}"
-                            memory = weakref.ref(each), (each._version,)
-                            yield words, holder, memory, each.view(-1)[span.slice] if of_unit else each
+                            yield words, holder, (weakref.ref(each), (each._version,)), own
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import torch
 from ...errors import UsageError, few
 from ..base.events import Observer
 from ..device.streams import Device
-from ..flat.flat_param import FlatParameter
 from ..guards import optimizer_hooks
 from ..models.param_registry import owner_of
 from ..runtime.model import model_of
@@ -61,7 +60,7 @@ def check_units(units: Sequence[Unit]) -> None:
         name
         for entry in units[-1].entries
         for name, each in entry.named_parameters()
-        if each.requires_grad and not isinstance(each, FlatParameter) and owner_of(each) is None
+        if each.requires_grad and owner_of(each) is None
     ]
     if outside:
         raise UsageError(

@@ -400,7 +400,7 @@ def _find_runs(
         for each in group["params"]:
             unit = registry.owner_of(each) if id(each) not in owners else None
             for handle in unit.handles if unit is not None else ():
-                if handle.gathers_elements:
+                if handle.gathers_elements and not handle.face.shares_holder:
                     owners |= {id(holder): (handle, i) for i, holder in enumerate(handle.face.holders)}
             if id(each) not in owners or not (each.numel() or _dtensor.is_dtensor(each)):
                 alone[number].append(each)

@@ -22,7 +22,7 @@ from ...errors import ConfigValueError, UsageError, refuse_type, refuse_value
 from ..base._dtensor import is_dtensor
 from ..base.hashing import hash63
 from ..comm.transport import Transport
-from ..flat.faces import FlatFace, adoptions
+from ..flat.faces import adoptions
 from ..guards.optimizer_hooks import (
     HeldState,
     OfOptimizer,
@@ -365,11 +365,6 @@ def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[Slot]:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if getattr(parameter, "_fsdp_flattened", False):  # in a dry run, it has another class
-                raise UsageError(
-                    f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
-                    f"matrices: {FlatFace.words.remedy}"
-                )
             if unit is None:
                 continue
             places = [
@@ -384,6 +379,11 @@ def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[Slot]:
                     "shard. Build the optimizer from model.parameters() between iterations"
                 )
             kind, index = places[0]
+            if (face := unit.handles[kind].face).shares_holder:
+                raise UsageError(
+                    f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
+                    f"matrices: {face.words.remedy}"
+                )
             spec = unit.handles[kind].layout.params[index]
             yield Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}")
 

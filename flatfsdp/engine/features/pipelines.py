@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ..flat.write_tracker import FlatParameter
 from ..models.param_registry import owner_of
 
 MODULE, NAME = "torch.distributed.pipelining.stage", "stage_backward_input"
@@ -74,7 +73,7 @@ def _whole_with_units(split: Callable[..., Any], whole: Callable[..., Any]) -> C
         weights: Iterable[torch.nn.Parameter],
     ) -> tuple[Sequence[torch.Tensor | None], list[Any]]:
         weights = [*weights]
-        if not any(isinstance(each, FlatParameter) or owner_of(each) is not None for each in weights):
+        if not any(owner_of(each) is not None for each in weights):
             result: tuple[Sequence[torch.Tensor | None], list[Any]] = split(
                 outputs, output_grads, inputs, iter(weights)
             )

@@ -67,6 +67,7 @@ class Face(Protocol):
             lives, unless a user replaces one of them.
         words: for messages.
         holders_are_leaves: whether the leaves are the holders, so that autograd and users share their `.grad`.
+        shares_holder: whether all leaves have one holder, so that they share its states and settings of an optimizer.
         leaves: the leaves.
         originals: the parameters for which the face was made, the user's: they show whole parameters while users have
             these (`summon_full_params()`).
@@ -93,6 +94,7 @@ class Face(Protocol):
     holders: list[nn.Parameter]
     words: FaceWords
     holders_are_leaves: bool = False
+    shares_holder: bool = False
     leaves: Sequence[nn.Parameter]
     originals: Sequence[nn.Parameter]
     leaves_are_private: bool = False
@@ -367,6 +369,7 @@ class FlatFace(Face):
             "model.parameters() after wrapping, or wrap with use_orig_params=True"
         ),
     )
+    shares_holder = True
     _flat_ref: ParamRef | None = None  # where a module has the flat parameter
 
     def __init__(

@@ -6,11 +6,6 @@ parameters have several, perhaps in modules of other units.
 [Note: listing] Modules of a flat parameter have its leaves at any time, and list them, by `parameters()`, only while
 these compute; the module inside the wrapper lists the flat parameter at other times ([Note: faces]). A step would have
 to move each leaf four times. So it moves none: the dictionaries of these modules' parameters know what to list.
-
-[Note: packed bytes] Quantized weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
-choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast would silently change the weights.
-They are recognized by their `quant_state`, with which they are dequantized. The parameter has it or, after a stay on
-the meta device, only the module.
 """
 
 from __future__ import annotations
@@ -138,14 +133,6 @@ class ParamRef:
     def of(self, leaf: nn.Parameter) -> ParamRef:
         """A reference to another parameter in the same place."""
         return ParamRef(self.module, self.attribute, self.path, leaf)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the parameter must stay bitwise unchanged. [Note: packed bytes]"""
-        marked: list[nn.Parameter | nn.Module | None] = [self.leaf]
-        if self.attribute == "weight":
-            marked.append(self.module_ref())
-        return not self.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in marked)
 
     @property
     def current(self) -> object:

@@ -50,11 +50,6 @@ class FlatParameter(TracksWrites, nn.Parameter):
     _handle_ref: Callable[[], Any] | None = None  # weak
 
     @property
-    def has_handle(self) -> bool:
-        """Whether its model exists and computes with it; False for copies."""
-        return self._handle_ref is not None and self._handle_ref() is not None
-
-    @property
     def _handle(self) -> Any:
         handle = self._handle_ref() if self._handle_ref is not None else None
         if handle is None:
@@ -104,12 +99,6 @@ def share_counter(leaves: Sequence[nn.Parameter]) -> list[torch.Tensor]:
             else:
                 counted.append(leaf)
     return counted
-
-
-def end_sharing(leaves: Sequence[nn.Parameter]) -> None:
-    """Give `leaves` counters of their own, as parameters of a plain module have them."""
-    for leaf in leaves:
-        share_counter([leaf])
 
 
 def _is_unseen(leaf: nn.Parameter) -> bool:

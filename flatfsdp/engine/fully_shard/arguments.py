@@ -160,7 +160,7 @@ def _check_parameters(root: nn.Module, ignored: set[nn.Parameter]) -> None:
         if parameter in ignored:
             continue
         check_shardable(name, parameter)
-        if parameter.dim() == 0 and not getattr(parameter, "_fsdp_flattened", False):
+        if parameter.dim() == 0:
             raise ConfigValueError(
                 f"parameter {name!r} is a scalar, which has no rows to shard. Make it a 1-D tensor with one element, "
                 "or name it in ignored_params="

@@ -20,7 +20,7 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..base import _dtensor
 from ..base.overrides import Override
 from ..flat.faces import adoptions
-from ..flat.flat_param import FlatParameter, FlatParamHandle
+from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import Span
 from ..models import param_registry as registry
 from ..models.rest import before_step
@@ -267,7 +267,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         stepped = [p for group in groups for p in group["params"] if p.grad is not None]
     else:
         groups = [group for group in groups if _writes_unnoticed(optimizer, group)]
-        stepped = [p for group in groups for p in group["params"] if p.grad is not None and _is_managed(p)]
+        with_grads = [p for group in groups for p in group["params"] if p.grad is not None]
+        stepped = [p for p in with_grads if registry.owner_of(p) is not None]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
     for of_follower in [*following]:
@@ -295,10 +296,6 @@ def models_of(optimizer: torch.optim.Optimizer) -> list[Model]:
     have no optimizer for them."""
     held = handles_of(optimizer)  # the last rank is the first without elements of a handle
     return list({model: None for model, handle in held if handle.layout.owned(handle.layout.world - 1)})
-
-
-def _is_managed(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, FlatParameter) or registry.owner_of(parameter) is not None
 
 
 def _place_of(unit: Unit, parameter: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
@@ -334,7 +331,7 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
             holder = handle.face.holder_of(index)
             if id(holder) not in held or _dtensor.is_dtensor(holder):
                 continue
-            is_cut = isinstance(holder, FlatParameter) or len(parts_of(layout, index, Span(0, spec.numel))) > 1
+            is_cut = handle.face.shares_holder or len(parts_of(layout, index, Span(0, spec.numel))) > 1
             is_flattened = seen == _MATRICES[0] and len(spec.shape) > 1 and not layout.is_uncut(index)
             if is_cut or is_flattened:
                 found = "ranks have parts of" if is_cut else "one rank has a 1-D tensor of all elements of"
@@ -376,7 +373,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                     "wrapped parameter stays, so this one would never be updated. Build the "
                     "optimizer after that, or copy values into the parameter"
                 )
-            if isinstance(parameter, FlatParameter) and not parameter.has_handle and is_new("copied flat"):
+            if registry.is_orphan(parameter) and is_new("copied flat"):
                 warn_once_per_job(
                     f"param group {number} of the optimizer holds a flat parameter that no module computes with. "
                     "Either it was copied with the module inside a wrapper (as by copy.deepcopy(model.module)), or its "
@@ -387,10 +384,9 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                 strangers.add(id(parameter))
             if unit is None:
                 continue
-            faces = [handle.face for handle in unit.handles if handle.face.users_swap_holders]
-            if any(parameter is holder for face in faces for holder in face.holders):
-                continue  # it was made by wrapping: no optimizer had it, or a state of it, before
             if (found := _place_of(unit, parameter)) is None:
+                if any(parameter is each for handle in unit.handles for each in handle.parameters):
+                    continue  # it was made by wrapping: no optimizer had it, or a state of it, before
                 raise UsageError(
                     f"param group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} on the "
                     f"meta device, which unit {unit.label} has replaced: it is never updated. Build the optimizer from "

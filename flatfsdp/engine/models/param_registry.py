@@ -12,6 +12,7 @@ from torch import nn
 
 from ..flat.faces import Face, adoptions
 from ..flat.param_refs import ParamRef
+from ..flat.write_tracker import FlatParameter
 from ..runtime.model import Model
 from ..runtime.unit import Unit
 
@@ -74,6 +75,11 @@ def owner_of(parameter: torch.Tensor) -> Unit | None:
     return unit if any(parameter is holder for holder in holders) else None
 
 
+def is_orphan(parameter: torch.Tensor) -> bool:
+    """Whether it is a flat parameter with which no model computes: a copy, or its model was deleted."""
+    return isinstance(parameter, FlatParameter) and owner_of(parameter) is None
+
+
 def _swapped_in(face: Face) -> Sequence[nn.Parameter]:
     """The holders that users may swap."""
     return face.holders if face.users_swap_holders else ()
@@ -107,7 +113,7 @@ def own(unit: Unit) -> None:
         _with_holders.add(unit)
         _of_holders_at = -1
     for handle in unit.handles:
-        for parameter in {*handle.leaves, *handle.face.originals}:
+        for parameter in {*handle.leaves, *handle.face.originals, handle.flat_param}:
             _of_parameters.add(parameter, unit)
     for module in unit.built.modules if unit.handles else ():
         if _of_modules.find(module) is None:  # a module that several share stays with the first
@@ -126,7 +132,7 @@ def disown(unit: Unit) -> None:
     """Remove `unit`, which is being taken apart."""
     _with_holders.discard(unit)
     for handle in unit.handles:
-        for parameter in {*handle.leaves, *handle.face.originals}:
+        for parameter in {*handle.leaves, *handle.face.originals, handle.flat_param}:
             _of_parameters.discard(parameter)
     for module in unit.built.modules:
         if _of_modules.find(module) is unit:

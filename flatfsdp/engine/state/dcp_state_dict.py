@@ -17,7 +17,7 @@ from torch import nn
 
 from ...api import HYBRIDS
 from ..base.fqns import WRAPPED, clean, fqn
-from ..flat.write_tracker import FlatParameter
+from ..models.param_registry import is_orphan, owner_of
 from ..models.walks import units_in
 
 MODULE = "torch.distributed.checkpoint.state_dict"
@@ -68,13 +68,13 @@ def replacements(ours: type) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def _ties(model: nn.Module) -> Iterator[tuple[str, FlatParameter]]:
+def _ties(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """torch treats a parameter as tied if modules list it at several places; a flat parameter is listed at one. This
     yields the paths at which `model` has parameters of flat ones, for each that it has at several places."""
     units = units_in(model)
     handles = [handle for unit in units for handle in unit.handles]
-    held = [(handle, holder) for handle in handles for holder in handle.face.holders]
-    flats = {id(leaf): each for handle, each in held if isinstance(each, FlatParameter) for leaf in handle.leaves}
+    shared = [(handle.face.holder_of(0), handle.leaves) for handle in handles if handle.face.shares_holder]
+    flats = {id(leaf): flat for flat, leaves in shared for leaf in leaves}
     refs = [each for unit in units for each in (*unit.param_refs, *unit.shared_refs) if id(each.leaf) in flats]
     times = Counter(id(each.leaf) for each in refs)
     tied = [each for each in refs if times[id(each.leaf)] > 1]
@@ -133,7 +133,7 @@ def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
     def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
         path, _, last = name.rpartition(".")
         flat = getattr(model.get_submodule(path), last, None) if last.startswith("_flat_param") else None
-        if not isinstance(flat, FlatParameter):
+        if flat is None or (owner_of(flat) is None and not is_orphan(flat)):
             found = torchs_own(model, name, *args, **kwargs)
             return {".".join(part for part in each.split(".") if part != WRAPPED) for each in found}
         prefix = f"{clean(path)}." if clean(path) else ""

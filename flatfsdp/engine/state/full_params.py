@@ -21,7 +21,7 @@ from ..flat.layout_views import full_views, shard_of
 from ..flat.param_refs import ParamRef
 from ..flat.states import IDLE, SUMMONED
 from ..flat.views import SHOWS_UNSHARDED
-from ..flat.write_tracker import end_sharing
+from ..flat.write_tracker import share_counter
 from ..guards.assignments import check_param_refs, pass_over, unaliased
 from ..models.rest import collective_call, quiesce
 from ..models.spread import own_axes
@@ -328,7 +328,8 @@ def unwrap(unit: Unit) -> nn.Module:
         with consolidated(unit, kind) as whole:
             views.show_borrowed_views([view.clone() for view in whole])
             views.give_back()
-            end_sharing(views.handle.face.originals)
+            for original in views.handle.face.originals:  # it gets a counter of its own, as in a plain module
+                share_counter([original])
     register_leaves(unit)
     for param_ref in unit.flat_refs:
         del param_ref.module.__dict__[param_ref.attribute]

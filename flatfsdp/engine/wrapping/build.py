@@ -2,6 +2,11 @@
 
 Constructors communicate only to make process groups and, on request, to copy rank 0's values (`sync_module_states`).
 All checks that depend on the user's input run before the first parameter is changed.
+
+[Note: packed bytes] Quantized weights are bytes, which bitsandbytes stores as a floating-point dtype of the user's
+choice (`quant_storage`), so that FSDP1 flattens them together with others. A cast would silently change the weights.
+They are recognized by their `quant_state`, with which they are dequantized. The parameter has it or, after a stay on
+the meta device, only the module.
 """
 
 from __future__ import annotations
@@ -270,14 +275,14 @@ def _homes(
         assert leaf is not None
         if leaf in ignored_params:
             ignored.setdefault(inside, set()).add(attribute)
-        elif (owning_unit := owner_of(leaf)) is not None:
-            _check_tie(owning_unit, module, path, config, front)
-            shared_refs.append(ParamRef(inside, attribute, path, leaf))
         elif getattr(leaf, "_fsdp_flattened", False):
             raise UsageError(
                 f"{path!r} is a FlatParameter: the module is already wrapped by FullyShardedDataParallel. Wrap the "
                 "original module, and only once"
             )
+        elif (owning_unit := owner_of(leaf)) is not None:
+            _check_tie(owning_unit, module, path, config, front)
+            shared_refs.append(ParamRef(inside, attribute, path, leaf))
         else:
             check_shardable(path, leaf)
             param_refs.append(ParamRef(inside, attribute, path, leaf))
@@ -308,7 +313,7 @@ def _shard(
         param_refs, transformed = transform(param_refs, transforms)
         _check_plain(param_refs)
         leaves = leaves_of(param_refs)
-        packed = {id(param_ref.leaf) for param_ref in param_refs if param_ref.is_packed}
+        packed = {id(param_ref.leaf) for param_ref in param_refs if _is_packed(param_ref)}
         parts = {id(each.leaf): part for each in transformed if (part := each.part) is not None}
         hooks = hooks_by_leaf(transformed)
         valued = [each for each in leaves if not ((its := hooks.get(id(each[0]))) and its.keeps_rows)]
@@ -325,6 +330,14 @@ def _shard(
     for leaf, _ in leaves:
         leaf.grad = None
     return handles, param_refs, transformed, initial_checksums
+
+
+def _is_packed(param_ref: ParamRef) -> bool:
+    """Whether the parameter must stay bitwise unchanged. [Note: packed bytes]"""
+    marked: list[nn.Parameter | nn.Module] = [param_ref.leaf]
+    if param_ref.attribute == "weight":
+        marked.append(param_ref.module)
+    return not param_ref.leaf.requires_grad and any(getattr(each, "quant_state", None) is not None for each in marked)
 
 
 def _flatten(

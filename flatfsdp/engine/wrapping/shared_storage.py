@@ -222,7 +222,7 @@ def _held_in(
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if owner_of(parameter) is None and not getattr(parameter, "_fsdp_flattened", False):
+            if owner_of(parameter) is None:
                 own = not (each in ignored_modules or id(parameter) in ignored)
                 yield _Held(f"{path}{name}", "" if own else _IGNORED, parameter, _extents_of(parameter), own)
         for name, buffer in values["_buffers"].items():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ....errors import ConfigTypeError, ConfigValueError, UsageError, refuse_type
-from ...flat.flat_param import FlatParameter, FlatParamHandle
+from ...flat.flat_param import FlatParamHandle
 from ..named_param import NamedParam, named_state
 
 Key = int | str
@@ -47,8 +47,8 @@ class OptimizedParam:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is a flat parameter."""
-        return isinstance(self.parameter, FlatParameter)
+        """Whether its parameters share the states that an optimizer has for it."""
+        return self.handle is not None and self.handle.face.shares_holder
 
     @property
     def at_rest(self) -> torch.Tensor:
