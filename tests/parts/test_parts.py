@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
-from flatfsdp.engine.parts.part import Part, joined, shard, shown_elsewhere, strided_shard
+from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Part, Span
+from flatfsdp.engine.parts.part import joined, shard, shown_elsewhere, stored_shape, strided_shard
 from flatfsdp.engine.state.boxes import boxes_of_whole, runs_of_whole
 
 pytestmark = pytest.mark.unit
@@ -67,8 +67,8 @@ def some_part(seed: int) -> tuple[ParamSpec, torch.Tensor]:
     values = torch.arange(torch.Size(shape).numel()).view(shape)
     for dim, each in enumerate(ranges):
         values = values.index_select(dim, torch.tensor([i for first, n in each for i in range(first, first + n)]))
-    assert part.stored_shape == tuple(values.shape)
-    return ParamSpec("w", part.stored_shape, None, part), values.contiguous().view(-1)
+    assert stored_shape(part) == tuple(values.shape)
+    return ParamSpec("w", stored_shape(part), None, part), values.contiguous().view(-1)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -28,4 +28,4 @@ def test_names_of_classes_with_one_meaning() -> None:
         for each in ast.walk(ast.parse(path.read_text()))
         if isinstance(each, ast.ClassDef) and each.name in ("Part", "Place")
     ]
-    assert found == [("engine/parts/part.py", "Part")]
+    assert found == [("engine/layout/layout.py", "Part")]

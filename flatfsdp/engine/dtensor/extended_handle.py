@@ -27,7 +27,7 @@ from ..device.streams import DONE, PendingWork, Stream
 from ..flat.flat_param import FlatParamHandle, FlatParamOptions
 from ..flat.sources import UnshardedParam, UnshardSource
 from ..flat.write_tracker import VERSION
-from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole
+from ..layout.layout import FlatLayout, ParamSpec, Part
 from ..planning.rows import pack_rows
 from ..transports.blocking import gather_now
 from .gather_hooks import GatherHooks, Input, described, fitting, hollow, listed
@@ -239,7 +239,7 @@ class ExtendedHandle(FlatParamHandle):
         device: torch.device,
         options: ExtendedOptions,  # type: ignore[override]
         tracker: MemoryTracker,
-        parts: Mapping[int, PartOfWhole] = MappingProxyType({}),
+        parts: Mapping[int, Part] = MappingProxyType({}),
         strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> FlatParamHandle:
         home = torch.device("cpu") if options.offload else device

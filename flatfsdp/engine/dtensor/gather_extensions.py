@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base import _dtensor
 from ..comm.axes import Axis
-from ..parts.part import Part
+from ..layout.layout import Part
 from ..transforms.extensions import Transform, TransformedParam
 from .gather_hooks import GatherHooks, has_gather_hooks, master_of
 from .tensor_parallel import StoredDTensor, TensorParallel

@@ -18,8 +18,8 @@ import torch
 from ...errors import UsageError
 from ..base import _dtensor
 from ..comm.axes import Axis
-from ..layout.layout import ParamSpec
-from ..parts.part import Part, Ranges, cut
+from ..layout.layout import ParamSpec, Part
+from ..parts.part import Ranges, cut, stored_shape
 from ..parts.strides import stride_by_rows
 from ..transforms.extensions import Transform
 from .data_mesh import DataMeshes
@@ -133,7 +133,7 @@ class TensorParallel(Transform):
         if any(each.is_partial() for each in placements):
             raise UsageError(f"{path!r} is a DTensor with placements {placements}: a partial sum is not a parameter")
         part = self.part(self._state_of(parameter))
-        expected = tuple(parameter.shape) if part is None else part.stored_shape
+        expected = tuple(parameter.shape) if part is None else stored_shape(part)
         local = tuple(_dtensor.local_of(parameter).shape)
         if expected != local:
             raise UsageError(

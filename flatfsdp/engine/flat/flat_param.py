@@ -31,7 +31,7 @@ from ..comm.transport import Transport
 from ..config.precision import Precision, resolve
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import PendingWork, Stream, in_host_memory, pin
-from ..layout.layout import FlatLayout, PartOfWhole
+from ..layout.layout import FlatLayout, Part
 from .faces import REQUIRES_GRAD, Face, FaceMaker
 from .layout_views import ShardViews, dense, full_views, segments_of, spec_of, stored_in_order
 from .sources import KeptSource, ParamPersistence, ShardSource, UnshardedParam, UnshardSource
@@ -194,7 +194,7 @@ class FlatParamHandle:
         device: torch.device,
         options: FlatParamOptions,
         tracker: MemoryTracker,
-        parts: Mapping[int, PartOfWhole] = MappingProxyType({}),
+        parts: Mapping[int, Part] = MappingProxyType({}),
         strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> FlatParamHandle:
         """Lay unsharded `leaves` (one dtype) out and copy this rank's shard from them. No communication.

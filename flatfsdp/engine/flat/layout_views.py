@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..comm.tensor_groups import TensorGroup
-from ..layout.layout import FlatLayout, ParamSpec, PartOfWhole, Span
+from ..layout.layout import FlatLayout, ParamSpec, Part, Span
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and stride if it is not row-major
@@ -46,7 +46,7 @@ def stored_in_order(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> tor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def spec_of(name: str, leaf: torch.Tensor, part: PartOfWhole | None = None) -> ParamSpec:
+def spec_of(name: str, leaf: torch.Tensor, part: Part | None = None) -> ParamSpec:
     """The layout's entry for `leaf`, which must be dense; strides that are not row-major are kept. `part`: its position
     in a whole."""
     return ParamSpec(name, tuple(leaf.shape), tuple(leaf.stride()), part)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import ConfigValueError, InternalError
 
@@ -76,16 +76,26 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
 
-class PartOfWhole(Protocol):
-    """The part of a larger tensor that a parameter is. Its text is included in digests. [Note: parts of wholes]"""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a larger tensor that a parameter is. Its text is included in digests. [Note: parts of wholes]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the larger tensor."""
+    Attributes:
+        shape: the shape of the whole; stride: the stride of the whole, None if that is row-major.
+        ranges: for each dimension the ranges that the part consists of, in the order in which they are stored: each
+            as (first, length).
+        copy: the index of this copy among those of the same part.
+    """
 
-    @property
-    def stride(self) -> tuple[int, ...] | None:
-        """Its stride; None if that is row-major."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    copy: int = 0
+
+    def __post_init__(self) -> None:
+        for size, ranges in zip(self.shape, self.ranges, strict=True):
+            if any(first < 0 or length < 1 or first + length > size for first, length in ranges):
+                raise InternalError(f"ranges {ranges} of a dimension of {size} elements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
-    part: PartOfWhole | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))

@@ -9,66 +9,40 @@ each dimension, usually one. Several ranks may store the same part: these are *c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
 
-from ...errors import InternalError
-from ..layout.layout import ParamSpec
+from ..layout.layout import Part
 
 Range = tuple[int, int]  # (first, length) along a dimension of the whole
 Ranges = tuple[Range, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a whole tensor.
-
-    Attributes:
-        shape: the shape of the whole; stride: the stride of the whole, None if that is row-major.
-        ranges: for each dimension the ranges that the part consists of, in the order in which they are stored.
-        copy: the index of this copy among those of the same part.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
-    ranges: tuple[Ranges, ...]
-    copy: int = 0
-
-    def __post_init__(self) -> None:
-        for size, ranges in zip(self.shape, self.ranges, strict=True):
-            if any(first < 0 or length < 1 or first + length > size for first, length in ranges):
-                raise InternalError(f"ranges {ranges} of a dimension of {size} elements")
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        return tuple(sum(length for _, length in ranges) for ranges in self.ranges)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the part is the complete tensor, in order."""
-        return all(ranges == ((0, size),) for size, ranges in zip(self.shape, self.ranges, strict=True) if size)
-
-    def blocks(
-        self, offsets: Iterable[int], sizes: Iterable[int]
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """The blocks of the whole that make up the block of the part with these offsets and sizes, each as (offsets in
-        the whole, sizes, offsets in the block)."""
-        sides = zip(self.ranges, offsets, sizes, strict=True)
-        for found in product(*(list(_within(ranges, offset, size)) for ranges, offset, size in sides)):
-            yield (
-                tuple(whole for whole, _, _ in found),
-                tuple(length for _, length, _ in found),
-                tuple(inside for _, _, inside in found),
-            )
+def stored_shape(part: Part) -> tuple[int, ...]:
+    """The shape of the part."""
+    return tuple(sum(length for _, length in ranges) for ranges in part.ranges)
 
 
-def stored_part(spec: ParamSpec) -> Part | None:
-    """The part of a whole that a parameter is; None if it is an independent tensor."""
-    assert spec.part is None or isinstance(spec.part, Part)
-    return spec.part
+def is_whole(part: Part | None) -> bool:
+    """Whether the part is the complete tensor, in order; None: an independent tensor."""
+    if part is None:
+        return True
+    return all(ranges == ((0, size),) for size, ranges in zip(part.shape, part.ranges, strict=True) if size)
+
+
+def blocks_of(
+    part: Part, offsets: Iterable[int], sizes: Iterable[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """The blocks of the whole that make up the block of the part with these offsets and sizes, each as (offsets in the
+    whole, sizes, offsets in the block)."""
+    sides = zip(part.ranges, offsets, sizes, strict=True)
+    for found in product(*(list(_within(ranges, offset, size)) for ranges, offset, size in sides)):
+        yield (
+            tuple(whole for whole, _, _ in found),
+            tuple(length for _, length, _ in found),
+            tuple(inside for _, _, inside in found),
+        )
 
 
 def _within(ranges: Ranges, offset: int, size: int) -> Iterator[tuple[int, int, int]]:

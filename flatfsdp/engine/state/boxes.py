@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from ..layout.layout import ParamSpec, Span
-from ..parts.part import stored_part
+from ..parts.part import blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,12 @@ class PartBox:
 def boxes_of_whole(spec: ParamSpec, span: Span) -> tuple[Box, ...] | tuple[PartBox, ...]:
     """The boxes of the whole tensor for `span` of a parameter, in the parameter's own memory order."""
     boxes = boxes_of(spec, span)
-    part = stored_part(spec)
-    if part is None:
+    if (part := spec.part) is None:
         return boxes
     return tuple(
         PartBox(offsets, sizes, box, inside)
         for box in boxes
-        for offsets, sizes, inside in part.blocks(box.offsets, box.sizes)
+        for offsets, sizes, inside in blocks_of(part, box.offsets, box.sizes)
     )
 
 

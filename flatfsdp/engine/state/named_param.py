@@ -15,7 +15,6 @@ from ..comm.axes import ProcessGroups
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import ParamSpec, Span
 from ..models.walks import units_in
-from ..parts.part import stored_part
 from ..runtime.unit import Unit
 from .owned_interval import OwnedInterval, RemoteElements
 from .parts import transformed_of
@@ -96,7 +95,7 @@ class NamedParam:
         """Whether this rank saves it, of those with equal values; `first`: whether this is the first of all ranks."""
         if self.unit is None:
             return first
-        replicate, part = self.unit.axes.of(self.handle).replicate, stored_part(self.spec)
+        replicate, part = self.unit.axes.of(self.handle).replicate, self.spec.part
         return (replicate is None or replicate.rank == 0) and (part is None or part.copy == 0)
 
 

@@ -20,8 +20,8 @@ from ...errors import UsageError
 from ..agreement.collective_calls import meet
 from ..base import _torch
 from ..base.wait_limits import blocked
-from ..layout.layout import FlatLayout, ParamSpec, Span
-from ..parts.part import Part, stored_part
+from ..layout.layout import FlatLayout, ParamSpec, Part, Span
+from ..parts.part import is_whole
 from ..watchdog.regions import expecting
 from .boxes import Box, PartBox, boxes_of, boxes_of_whole, runs_of_whole
 
@@ -252,7 +252,7 @@ class OwnedInterval(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = self.spec
-        parts = () if (part := stored_part(spec)) is None else (astuple(part),)
+        parts = () if spec.part is None else (astuple(spec.part),)
         return _rebuild, (
             self.local,
             spec.name,
@@ -329,8 +329,8 @@ def _new_empty(interval: OwnedInterval, size: Any, *, dtype: Any = None, device:
 
 def _position(interval: OwnedInterval) -> object:
     """The position in the whole of the parameter to which `interval` belongs."""
-    part = stored_part(interval.spec)
-    return interval.spec.shape if part is None or part.is_whole else (part.shape, part.ranges)
+    part = interval.spec.part
+    return interval.spec.shape if part is None or is_whole(part) else (part.shape, part.ranges)
 
 
 def _copied(function: Callable[..., torch.Tensor]) -> Callable[..., OwnedInterval]:
@@ -355,8 +355,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             # [Note: staged scalars] torch.distributed.checkpoint.async_save(storage_writer=...) copies tensors without
             # dimensions into such targets, on all ranks and in the same order; only the owner has the element.
             return target.copy_(source.full_tensor(), non_blocking=non_blocking)
-        part = stored_part(source.spec)
-        if source.span.numel != source.spec.numel or not (part is None or part.is_whole):
+        if source.span.numel != source.spec.numel or not is_whole(source.spec.part):
             raise UsageError(
                 f"copying {source.spec.name!r} into a whole tensor: this rank owns only elements {source.span} of "
                 f"shape {source.spec.shape}; full_tensor() returns the whole value" + _STAGED * (not source.spec.shape)

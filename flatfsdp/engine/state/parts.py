@@ -18,7 +18,7 @@ from ..comm.transport import Transport
 from ..layout.layout import ParamSpec
 from ..models.rest import models_of
 from ..models.spread import all_part_axes, axes_of, beside, each_once
-from ..parts.part import stored_part
+from ..parts.part import blocks_of, stored_shape
 from ..runtime.unit import Unit
 from ..transforms.extensions import TransformedParam, transformed_in
 from ..transports.blocking import broadcast
@@ -59,11 +59,10 @@ def assembled(unit: Unit, kind: int, index: int, stored: torch.Tensor) -> torch.
 
 def cut(whole: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     """The part of `whole` that is stored here, in memory of its own; `whole` itself if the parameter is not a part."""
-    part = stored_part(spec)
-    if part is None:
+    if (part := spec.part) is None:
         return whole
-    out = whole.new_empty(part.stored_shape)
-    for offsets, sizes, inside in part.blocks((0,) * len(part.shape), part.stored_shape):
+    out = whole.new_empty(stored_shape(part))
+    for offsets, sizes, inside in blocks_of(part, (0,) * len(part.shape), stored_shape(part)):
         block_of(out, inside, sizes).copy_(block_of(whole, offsets, sizes))
     return out
 

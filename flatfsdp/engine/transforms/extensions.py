@@ -19,7 +19,7 @@ from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
 from ..flat.param_refs import ParamRef
 from ..flat.views import ParamViews
-from ..layout.layout import PartOfWhole
+from ..layout.layout import Part
 
 
 def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Transform:
     def attach(self, state: Any, module: nn.Module, mesh: Any) -> None:
         """Register `module` as one that computes with the parameter; `mesh`: that of its unit, if any."""
 
-    def part(self, state: Any) -> PartOfWhole | None:
+    def part(self, state: Any) -> Part | None:
         """The position of the stored part in its whole; None for an independent tensor. [Note: parts of wholes]"""
         return None
 
@@ -176,7 +176,7 @@ class TransformedParam:
         self.param_refs = list(param_refs)
 
     @property
-    def part(self) -> PartOfWhole | None:
+    def part(self) -> Part | None:
         """The position of the leaf in its whole, if it is a part."""
         return self.transform.part(self.state)
 

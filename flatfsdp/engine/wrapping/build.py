@@ -69,7 +69,7 @@ from ..guards.param_guard import GUARDED
 from ..guards.reparametrizations import refuse_reparametrizations
 from ..guards.setup_checks import SetupChecks
 from ..guards.window_marks import attach_marks
-from ..layout.layout import PartOfWhole
+from ..layout.layout import Part
 from ..models.introduction import introduce, own_pieces
 from ..models.param_registry import extended, models, own, own_besides, owner_of, owners_of, unit_around
 from ..models.rest import wait_for_gradients
@@ -343,7 +343,7 @@ def _is_packed(param_ref: ParamRef) -> bool:
 def _flatten(
     leaves: list[tuple[nn.Parameter, str]],
     packed: set[int],
-    parts: dict[int, PartOfWhole],
+    parts: dict[int, Part],
     hooks: dict[int, GatherHooks],
     grain_of: Mapping[int, Grain],
     config: Config,

@@ -28,7 +28,7 @@ from ...flat.faces import FlatFace
 from ...guards.optimizer_hooks import wholes_of
 from ...models.rest import collective_call
 from ...models.walks import units_in
-from ...parts.part import stored_part
+from ...parts.part import is_whole
 from ...runtime.unit import Unit
 from ..consolidate import is_first, scatter_from_first, store
 from ..from_rank0 import broadcast_value
@@ -307,8 +307,7 @@ def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
 def _owned_by_one(named: NamedParam) -> bool:
     """Whether one rank owns all elements; the same result on every rank."""
     layout = named.handle.layout
-    part = stored_part(named.spec)
-    if part is not None and not part.is_whole:
+    if not is_whole(named.spec.part):
         return False
     span = layout.spans[named.index]
     segment = layout.segments[bisect_right(layout.segments, span.start, key=lambda each: each.span.start) - 1].span
