@@ -29,8 +29,8 @@ from ..engine.state.optim.param_map import OptimizedParam, ParamMap, groups_of
 from ..engine.wrapping.regrouping import Regrouping, Target, at_rest, release
 from ..errors import AgreementError, ConfigValueError, UsageError, by_ranks, refuse_type
 from ..messages import meet_and_gather
-from .holding import KEPT, OWN, Entry, Facts, Holding, Value, buffers_of
-from .transfer import Moved, Want, assign, transfer
+from .holding import KEPT, Entry, Facts, Holding, Value, buffers_of, whole
+from .transfer import Moved, assign, transfer
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class _Report(NamedTuple):
     """
 
     brings: tuple[Facts, ...]
-    needs: tuple[Want, ...]
+    needs: tuple[Entry, ...]
     stepped: frozenset[str]
     has_optimizer: bool
     check_values: str
@@ -195,7 +195,7 @@ class _Regroup:
         self._all("is done", filling.end, begun=True)
         return moved
 
-    def _report(self, needs: Iterable[Want], check_values: str) -> _Report:
+    def _report(self, needs: Iterable[Entry], check_values: str) -> _Report:
         if self.holdings is None:
             self.holdings = [Holding.of(self.model, self.optimizer)]
         stepped = frozenset[str]()
@@ -204,7 +204,7 @@ class _Regroup:
         brings = tuple(each.facts for each in self.holdings)
         return _Report(brings, tuple(needs), stepped, self.optimizer is not None, check_values)
 
-    def _wants(self, regrouping: Regrouping) -> Iterable[Want]:
+    def _wants(self, regrouping: Regrouping) -> Iterable[Entry]:
         """The needs of this rank in its new place."""
         at = {}
         for unit, layouts, target in zip(regrouping.units, regrouping.layouts, regrouping.targets, strict=True):
@@ -213,14 +213,14 @@ class _Regroup:
                     at[id(unit), kind, spec.name] = layout.span_in_param(index, target.groups.shard.rank)
         for named in named_state(self.model):
             if named.unit is None:
-                yield Want(named.name, tuple(named.leaf.shape), None, 0, named.leaf.numel(), OWN)
+                yield whole(named.name, named.leaf)
                 continue
             spec = named.spec
             span = at[id(named.unit), named.kind, named.handle.layout.params[named.index].name]
             if not span.is_empty:
-                yield Want(named.name, spec.shape, spec.stride, span.start, span.numel)
+                yield Entry(named.name, "", named.leaf.dtype, spec.shape, spec.stride, span.start, span.numel)
         for name, _, _, buffer in buffers_of(self.model):
-            yield Want(name, tuple(buffer.shape), None, 0, buffer.numel(), OWN)
+            yield whole(name, buffer)
 
     def _exchange(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -169,11 +168,9 @@ def _of_optimizer(
         if held is not None:
             spec = param.params[0].spec
             for each in held[0]:
-                shape, stride, kind = (
-                    (spec.shape, spec.stride, SHARDED) if each.shape == spec.shape else (each.shape, None, KEPT)
-                )
-                made = each.name, each.elements.dtype, shape, stride, each.start, each.elements.numel(), kind
-                yield Entry(param.name, *made), each.elements
+                shape, start, numel = each.spec.shape, each.span.start, each.span.numel
+                stride, kind = (spec.stride, SHARDED) if shape == spec.shape else (None, KEPT)
+                yield Entry(param.name, each.spec.name, each.dtype, shape, stride, start, numel, kind), each.local
             state = held[1]
         for name, value in param.pieces_of(state).items():
             if isinstance(value, KeptWhole):
@@ -236,7 +233,10 @@ def interval(named: NamedParam, state: str, start: int, local: torch.Tensor) -> 
     return Entry(named.name, state, local.dtype, spec.shape, spec.stride, start, local.numel()), local
 
 
+def whole(name: str, value: torch.Tensor, state: str = "") -> Entry:
+    """All elements of a tensor that is not sharded."""
+    return Entry(name, state, value.dtype, tuple(value.shape), None, 0, value.numel(), OWN)
+
+
 def _whole(name: str, state: str, value: torch.Tensor) -> tuple[Entry, torch.Tensor]:
-    flat = value.detach().contiguous().view(-1)
-    shape = tuple(value.shape)
-    return Entry(name, state, value.dtype, shape, None, 0, prod(shape), OWN), flat
+    return whole(name, value, state), value.detach().contiguous().view(-1)

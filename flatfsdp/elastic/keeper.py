@@ -157,15 +157,14 @@ class Keeper:
         sent: dict[int, torch.Tensor] = {}
         for place in range(len(self.members)) if gone else ():
             if place not in (*gone, self.place):
-                start, stop = version.scheme.needed(gone[0], place)[self.place]
-                sent[place] = version.block.memory[start:stop]
+                sent[place] = version.block.memory[version.scheme.needed(gone[0], place)[self.place].slice]
         return sent
 
     def parts_to_receive(self, version: Version, lost: Collection[int]) -> dict[int, int]:
         """By member, how many bytes of its block this rank needs."""
         gone = [place for place, rank in enumerate(self.members) if rank in lost]
         needed = version.scheme.needed(gone[0], self.place) if gone else {}
-        return {place: span.size for place, span in needed.items()}
+        return {place: span.numel for place, span in needed.items()}
 
     def rebuild(self, version: Version, lost: Collection[int], arrived: Mapping[int, torch.Tensor]) -> Rebuilt | None:
         """This rank's part of the block of a lost member, from the bytes of others that it has asked for; None if its
@@ -173,12 +172,12 @@ class Keeper:
         gone = [place for place, rank in enumerate(self.members) if rank in lost]
         if not gone:
             return None
-        start, stop = version.scheme.kept(gone[0], self.place)
-        data = version.parity[: stop - start].clone()
+        kept = version.scheme.kept(gone[0], self.place)
+        data = version.parity[: kept.numel].clone()
         for part in arrived.values():
             into = data[: part.numel()]
             torch.bitwise_xor(into, part, out=into)
-        return Rebuilt(gone[0], start, data)
+        return Rebuilt(gone[0], kept.start, data)
 
 
 def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:

@@ -21,23 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
+from ..engine.layout.layout import Span
 from ..errors import ConfigValueError, InternalError
 
 ALIGNMENT = 64  # bytes, of which each chunk but the last is a multiple
-
-
-class ByteSpan(NamedTuple):
-    """The bytes ``[start, stop)`` of a block."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """The number of bytes."""
-        return self.stop - self.start
 
 
 def parity_groups(nodes: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
@@ -94,21 +82,21 @@ class Parity:
         others = self.members - 1
         return tuple(-(-size // (others * ALIGNMENT)) * ALIGNMENT for size in self.sizes)
 
-    def kept(self, member: int, keeper: int) -> ByteSpan:
+    def kept(self, member: int, keeper: int) -> Span:
         """The bytes of the block of `member` that are in the parity of `keeper`, another member."""
         if member == keeper:
             raise InternalError(f"member {member} of a parity keeps no bytes of its own block")
         chunk = keeper if keeper < member else keeper - 1
         size, whole = self.chunk_sizes[member], self.sizes[member]
-        return ByteSpan(min(chunk * size, whole), min((chunk + 1) * size, whole))
+        return Span(min(chunk * size, whole), min((chunk + 1) * size, whole))
 
-    def needed(self, lost: int, keeper: int) -> dict[int, ByteSpan]:
+    def needed(self, lost: int, keeper: int) -> dict[int, Span]:
         """The bytes of other survivors' blocks that `keeper` needs to rebuild its part of the block of `lost`: not more
         of each than that part has."""
-        limit = self.kept(lost, keeper).size
+        limit = self.kept(lost, keeper).numel
         needs = {}
         for member in range(self.members):
             if member not in (lost, keeper):
-                start, stop = self.kept(member, keeper)
-                needs[member] = ByteSpan(start, min(stop, start + limit))
+                kept = self.kept(member, keeper)
+                needs[member] = Span(kept.start, min(kept.stop, kept.start + limit))
         return needs

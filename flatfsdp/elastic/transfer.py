@@ -19,20 +19,9 @@ import torch.distributed as dist
 from ..engine.base.wait_limits import blocked
 from ..engine.watchdog.regions import expecting
 from ..errors import UsageError
-from .holding import KEPT, OWN, SHARDED, Entry, Facts, Holding
+from .holding import KEPT, OWN, Entry, Facts, Holding
 
 LARGEST = 2**24  # bytes that a rank sends, or receives, in one round
-
-
-class Want(NamedTuple):
-    """Elements of a tensor that a rank needs, and of all states of it; `kind` as of an `Entry`."""
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
-    start: int
-    numel: int
-    kind: str = SHARDED
 
 
 class Move(NamedTuple):
@@ -53,8 +42,6 @@ class Move(NamedTuple):
 
 
 class _Source(NamedTuple):
-    start: int
-    stop: int
     rank: int
     holding: int
     number: int
@@ -62,9 +49,10 @@ class _Source(NamedTuple):
 
 
 def assign(
-    brought: Sequence[Sequence[Facts]], wanted: Sequence[Sequence[Want]], stepped: Sequence[frozenset[str]]
+    brought: Sequence[Sequence[Facts]], wanted: Sequence[Sequence[Entry]], stepped: Sequence[frozenset[str]]
 ) -> list[Move]:
-    """All moves, given by rank what each brings and needs, and the parameters of which it needs states, too.
+    """All moves, given by rank what each brings, the elements of parameters and buffers that it needs, and the
+    parameters of which it needs states, too.
 
     Raises:
         UsageError: elements that nobody has, or tensors of another shape; on all ranks alike.
@@ -73,13 +61,12 @@ def assign(
     for rank, holdings in enumerate(brought):
         for which, facts in enumerate(holdings):
             for number, each in enumerate(facts.entries):
-                found = _Source(each.start, each.stop, rank, which, number, each)
-                sources.setdefault((each.name, each.state), []).append(found)
+                sources.setdefault((each.name, each.state), []).append(_Source(rank, which, number, each))
     states: dict[str, list[str]] = {}
     for (name, state), known in sources.items():
-        known.sort(key=lambda each: each.start)
+        known.sort(key=_start)
         states.setdefault(name, []).append(state)
-    longest = {key: max(each.stop - each.start for each in known) for key, known in sources.items()}
+    longest = {key: max(each.entry.numel for each in known) for key, known in sources.items()}
     sent = [0] * len(brought)
     moves: list[Move] = []
     for receiver, wants in enumerate(wanted):
@@ -93,10 +80,10 @@ def assign(
                 key = want.name, state
                 among, its = sources[key], want
                 if (entry := among[0].entry).kind == KEPT:
-                    its = Want(want.name, entry.shape, None, 0, prod(entry.shape), KEPT)
-                first = bisect_left(among, its.start - longest[key], key=lambda each: each.start)
-                last = bisect_left(among, its.start + its.numel, key=lambda each: each.start)
-                near = [each for each in among[first:last] if each.stop > its.start]
+                    its = entry._replace(start=0, numel=prod(entry.shape))
+                first = bisect_left(among, its.start - longest[key], key=_start)
+                last = bisect_left(among, its.stop, key=_start)
+                near = [each for each in among[first:last] if each.entry.stop > its.start]
                 choose = _whole_of if its.kind == OWN else _pieces_of
                 for source, start, end in choose(its, state, near, receiver, sent):
                     _check(its, source.entry, receiver)
@@ -107,18 +94,22 @@ def assign(
     return moves
 
 
+def _start(source: _Source) -> int:
+    return source.entry.start
+
+
 def _pieces_of(
-    want: Want, state: str, sources: Sequence[_Source], receiver: int, sent: Sequence[int]
+    want: Entry, state: str, sources: Sequence[_Source], receiver: int, sent: Sequence[int]
 ) -> Iterable[tuple[_Source, int, int]]:
-    at, stop = want.start, want.start + want.numel
+    at, stop = want.start, want.stop
     own = [each for each in sources if each.rank == receiver]
     while at < stop:
-        mine = [each for each in own if each.start <= at < each.stop]
+        mine = [each for each in own if each.entry.start <= at < each.entry.stop]
         if mine:
-            chosen = max(mine, key=lambda each: each.stop)
-            end = min(stop, chosen.stop)
+            chosen = max(mine, key=lambda each: each.entry.stop)
+            end = min(stop, chosen.entry.stop)
         else:
-            others = [each for each in sources if each.start <= at < each.stop]
+            others = [each for each in sources if each.entry.start <= at < each.entry.stop]
             if not others:
                 what = f"the state {state!r} of {want.name!r}" if state else repr(want.name)
                 raise UsageError(
@@ -126,13 +117,13 @@ def _pieces_of(
                     "part must have all of the model between them, or bring holdings that do"
                 )
             chosen = min(others, key=lambda each: (sent[each.rank], each.rank))
-            end = min([stop, chosen.stop, *(each.start for each in own if each.start > at)])
+            end = min([stop, chosen.entry.stop, *(start for each in own if (start := each.entry.start) > at)])
         yield chosen, at, end
         at = end
 
 
 def _whole_of(
-    want: Want, state: str, sources: Sequence[_Source], receiver: int, sent: Sequence[int]
+    want: Entry, state: str, sources: Sequence[_Source], receiver: int, sent: Sequence[int]
 ) -> Iterable[tuple[_Source, int, int]]:
     complete = [each for each in sources if each.entry.numel == want.numel]
     if want.numel and not complete:
@@ -142,7 +133,7 @@ def _whole_of(
         yield chosen, 0, want.numel
 
 
-def _check(want: Want, entry: Entry, receiver: int) -> None:
+def _check(want: Entry, entry: Entry, receiver: int) -> None:
     if (entry.shape, entry.stride, entry.kind) != (want.shape, want.stride, want.kind):
         raise UsageError(
             f"regroup(): {want.name!r} has shape {want.shape}{_stride(want.stride)} on rank {receiver}, and shape "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from flatfsdp.elastic.parity import ALIGNMENT, Parity, parity_groups
+from flatfsdp.engine.layout.layout import Span
 from flatfsdp.errors import ConfigValueError, InternalError
 
 pytestmark = pytest.mark.unit
@@ -24,7 +25,7 @@ def xor(pieces: Sequence[bytes], size: int) -> bytes:
 
 def size_at(parity: Parity, keeper: int) -> int:
     """The bytes of the parity of a member."""
-    return max(parity.kept(member, keeper).size for member in range(parity.members) if member != keeper)
+    return max(parity.kept(member, keeper).numel for member in range(parity.members) if member != keeper)
 
 
 def random_blocks(rng: random.Random, members: int) -> list[bytes]:
@@ -38,23 +39,21 @@ def test_any_lost_block_is_rebuilt_from_what_the_others_have(seed: int) -> None:
     members = range(len(blocks))
     parity = Parity(tuple(map(len, blocks)))
 
-    def part(member: int, start: int, stop: int) -> bytes:
-        return blocks[member][start:stop]
+    def part(member: int, span: Span) -> bytes:
+        return blocks[member][span.slice]
 
     kept = [
-        xor([part(each, *parity.kept(each, keeper)) for each in members if each != keeper], size_at(parity, keeper))
+        xor([part(each, parity.kept(each, keeper)) for each in members if each != keeper], size_at(parity, keeper))
         for keeper in members
     ]
     for lost in members:
         rebuilt = bytearray(len(blocks[lost]))
         seen = 0
-        for keeper, (start, stop) in [(keeper, parity.kept(lost, keeper)) for keeper in members if keeper != lost]:
+        for keeper, own in [(keeper, parity.kept(lost, keeper)) for keeper in members if keeper != lost]:
             needed = parity.needed(lost, keeper)
             assert not {lost, keeper} & needed.keys()
-            rebuilt[start:stop] = xor(
-                [kept[keeper], *(part(each, *span) for each, span in needed.items())], stop - start
-            )
-            seen += stop - start
+            rebuilt[own.slice] = xor([kept[keeper], *(part(each, span) for each, span in needed.items())], own.numel)
+            seen += own.numel
         assert rebuilt == blocks[lost]
         assert seen == len(blocks[lost])  # each byte once
 
@@ -65,9 +64,10 @@ def test_no_member_keeps_bytes_of_its_own_block_and_each_byte_is_kept_once(seed:
     sizes = tuple(map(len, random_blocks(rng, rng.randrange(2, 9))))
     parity = Parity(sizes)
     for member, size in enumerate(sizes):
-        spans = sorted(parity.kept(member, keeper) for keeper in range(len(sizes)) if keeper != member)
+        spans = [parity.kept(member, keeper) for keeper in range(len(sizes)) if keeper != member]
+        spans.sort(key=lambda each: (each.start, each.stop))
         assert [spans[0].start, *(each.stop for each in spans)] == [*(each.start for each in spans), size]
-        assert all(each.start % ALIGNMENT == 0 or not each.size for each in spans)
+        assert all(each.start % ALIGNMENT == 0 or each.is_empty for each in spans)
         with pytest.raises(InternalError):
             parity.kept(member, member)
 
@@ -80,10 +80,10 @@ def test_memory_and_traffic_are_those_of_the_formulas(members: int, size: int) -
     for member in {0, 1, members // 2, members - 1}:
         assert size_at(parity, member) <= limit
         others = [other for other in range(members) if other != member]
-        assert sum(parity.kept(member, keeper).size for keeper in others) == size  # which it sends
-        assert sum(parity.kept(other, member).size for other in others) <= size + members * ALIGNMENT  # and receives
+        assert sum(parity.kept(member, keeper).numel for keeper in others) == size  # which it sends
+        assert sum(parity.kept(other, member).numel for other in others) <= size + members * ALIGNMENT  # and receives
         lost = (member + 1) % members
-        assert sum(span.size for span in parity.needed(lost, member).values()) <= (members - 2) * limit
+        assert sum(span.numel for span in parity.needed(lost, member).values()) <= (members - 2) * limit
 
 
 @pytest.mark.parametrize("world", [*range(1, 40), 64, 100, 1000, 1024])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatfsdp.elastic.holding import KEPT, OWN, SHARDED, Entry, Facts, Holding
-from flatfsdp.elastic.transfer import Want, assign, rounds
+from flatfsdp.elastic.transfer import assign, rounds
 from flatfsdp.errors import UsageError
 
 pytestmark = pytest.mark.unit
@@ -28,6 +28,10 @@ def facts(*found: tuple[str, int, int]) -> Facts:
     return Facts(tuple(made), {}, ())
 
 
+def want(start: int, numel: int) -> Entry:
+    return Entry("w", "", torch.float32, (SIZE,), None, start, numel)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_each_element_comes_once_and_from_its_own_rank_where_that_has_it(seed: int) -> None:
     draw = random.Random(seed)
@@ -36,7 +40,7 @@ def test_each_element_comes_once_and_from_its_own_rank_where_that_has_it(seed: i
     brought = [(facts(("", *span), ("exp_avg", *span)),) for span in old * copies]
     world = max(len(brought), len(new))
     brought += [()] * (world - len(brought))
-    wanted = [[Want("w", (SIZE,), None, start, stop - start)] if stop > start else [] for start, stop in new]
+    wanted = [[want(start, stop - start)] if stop > start else [] for start, stop in new]
     wanted += [[]] * (world - len(wanted))
     stepped = [frozenset("w")] * world
     moves = assign(brought, wanted, stepped)
@@ -77,14 +81,14 @@ def test_each_element_comes_once_and_from_its_own_rank_where_that_has_it(seed: i
 
 def test_replicas_share_what_is_sent() -> None:
     brought = [(facts(("", 0, SIZE)),) for _ in range(3)] + [()]
-    moves = assign(brought, [[], [], [], [Want("w", (SIZE,), None, 0, SIZE)]], [frozenset[str]()] * 4)
+    moves = assign(brought, [[], [], [], [want(0, SIZE)]], [frozenset[str]()] * 4)
     assert [(move.sender, move.numel) for move in moves] == [(0, SIZE)]
 
 
 def test_own_tensors_come_from_one_rank() -> None:
     entry = Entry("seen", "", torch.float64, (3,), None, 0, 3, OWN)
     brought = [(), (Facts((entry,), {}, ()),), (Facts((entry,), {}, ()),)]
-    wants = [[Want("seen", (3,), None, 0, 3, OWN)]] * 3
+    wants = [[entry]] * 3
     moves = assign(brought, wants, [frozenset[str]()] * 3)
     assert [(move.sender, move.receiver) for move in moves] == [(1, 0), (1, 1), (2, 2)]
 
@@ -95,7 +99,7 @@ def test_states_of_other_shapes_go_to_all_ranks() -> None:
         (Facts((*facts(("", *span)).entries, half), {}, ()),)
         for span, half in zip([(0, 500), (500, SIZE)], halves, strict=True)
     ]
-    wants = [[Want("w", (SIZE,), None, 0, 500)], [Want("w", (SIZE,), None, 500, 500)]]
+    wants = [[want(0, 500)], [want(500, 500)]]
     moves = [move for move in assign(brought, wants, [frozenset("w")] * 2) if move.entry.state]
     assert [(move.sender, move.receiver, move.start, move.numel) for move in moves] == [
         (0, 0, 0, 4),
@@ -106,13 +110,13 @@ def test_states_of_other_shapes_go_to_all_ranks() -> None:
 
 
 def test_elements_that_nobody_has_are_named() -> None:
-    want = [[Want("w", (SIZE,), None, 0, SIZE)]]
+    wants = [[want(0, SIZE)]]
     with pytest.raises(UsageError, match=r"element 400 of 'w', of shape \(1000,\), is on no rank"):
-        assign([(facts(("", 0, 400), ("", 500, SIZE)),)], want, [frozenset[str]()])
+        assign([(facts(("", 0, 400), ("", 500, SIZE)),)], wants, [frozenset[str]()])
     with pytest.raises(UsageError, match="no rank has the values of 'w', which rank 0 needs"):
-        assign([()], want, [frozenset[str]()])
+        assign([()], wants, [frozenset[str]()])
     with pytest.raises(UsageError, match=r"'w' has shape \(10, 100\) on rank 0, and shape \(1000,\) on another one"):
-        assign([(facts(("", 0, SIZE)),)], [[Want("w", (10, 100), None, 0, SIZE)]], [frozenset[str]()])
+        assign([(facts(("", 0, SIZE)),)], [[want(0, SIZE)._replace(shape=(10, 100))]], [frozenset[str]()])
 
 
 def test_a_part_of_a_block_is_a_holding_of_its_elements() -> None:

@@ -22,13 +22,14 @@ from ..base import _dtensor
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
-from ..guards.optimizer_hooks import HeldState, OfOptimizer, check_shapes, give_wholes, steps_on_wholes
-from ..layout.layout import Span
+from ..guards.optimizer_hooks import OfOptimizer, check_shapes, give_wholes, steps_on_wholes
+from ..layout.layout import ParamSpec, Span
 from ..models import param_registry as registry
 from ..models.rest import quiesce
 from ..planning.grains import LEAST_QUANTIZED
 from ..planning.owners import parts_of
 from ..state.optim.descriptions import KeptWhole
+from ..state.owned_interval import OwnedInterval
 from ..transports.blocking import all_reduce_now
 from .matrix_exchange import Slot
 from .matrix_states import like_holder
@@ -105,11 +106,11 @@ class BlockStates(OfOptimizer):
                 + ("a part of a tensor that tensor parallelism has split" if spec.part else "not row-major in memory")
                 + ", so that its blocks are not those of one process. Give it to an optimizer without quantized states"
             )
-        for part in parts_of(slot.handle.layout, slot.index, Span(0, spec.numel)):
-            if part.span.start % block:
+        for part in parts_of(slot.handle.layout, slot.index, Span(0, spec.numel)).values():
+            if part.start % block:
                 other = "Shard over fewer ranks, or use the wrapper" if _dtensor.is_dtensor(slot.parameter) else "Wrap"
                 raise UsageError(
-                    f"block_states: {slot.name} of shape {spec.shape} is cut after {part.span.start:,} elements, inside"
+                    f"block_states: {slot.name} of shape {spec.shape} is cut after {part.start:,} elements, inside"
                     f" of a block of {block} whose states share a scale. {other} with "
                     f"layout=flatfsdp.layout.state_blocks({block})"
                 )
@@ -230,22 +231,24 @@ class BlockStates(OfOptimizer):
         return {**state_dict, "state": states}
 
     @torch.no_grad()
-    def held(self, parameter: torch.Tensor) -> tuple[list[HeldState], State] | None:
+    def held(self, parameter: torch.Tensor) -> tuple[list[OwnedInterval], State] | None:
         """The codes of this rank's elements and the scales of their blocks, and other states; None if none of them is
         quantized."""
         state, slot = self.optimizer.state.get(parameter, {}), self.slot_of(parameter)
         if slot is None or not self.is_quantized(slot) or any(CODES in str(key) for key in state):
             return None
-        found: list[HeldState] = []
+        found: list[OwnedInterval] = []
         others: State = {}
         block = int(self.optimizer.block_size)
         for name, value in state.items():
             if name not in NAMES:
                 others[name] = value
             elif (local := self._local(slot, value)).numel():
-                found.append(HeldState(name + self._codes, _codes_of(local).reshape(-1), slot.spec.shape, slot.start))
-                scales = local.scale.detach().reshape(-1)
-                found.append(HeldState(name + SCALES, scales, (slot.spec.numel // block,), slot.start // block))
+                codes, scales = _codes_of(local).reshape(-1), local.scale.detach().reshape(-1)
+                of_codes = ParamSpec(name + self._codes, slot.spec.shape)
+                of_scales, at = ParamSpec(name + SCALES, (slot.spec.numel // block,)), Span(0, scales.numel())
+                found.append(OwnedInterval(codes, of_codes, Span(slot.start, slot.start + codes.numel())))
+                found.append(OwnedInterval(scales, of_scales, at.shift(slot.start // block)))
         return found, others
 
     def ranks_changed(self) -> None:

@@ -23,18 +23,14 @@ from ..base._dtensor import is_dtensor
 from ..base.hashing import hash63
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
-from ..guards.optimizer_hooks import (
-    HeldState,
-    OfOptimizer,
-    give_wholes,
-    looking,
-    steps_on_wholes,
-)
+from ..guards.optimizer_hooks import OfOptimizer, give_wholes, looking, steps_on_wholes
+from ..layout.layout import ParamSpec, Span
 from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
 from ..runtime.unit import Unit
 from ..state.optim.optimizer_clone import clone_over
+from ..state.owned_interval import OwnedInterval
 from ..state.parts import axes_of_parts
 from .fused_steps import is_fused
 from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
@@ -184,7 +180,7 @@ class _Stepper(OfOptimizer):
         """A hook: a state dict of this rank may have states of whole matrices."""
         self._has_wholes = True
 
-    def held(self, parameter: torch.Tensor) -> tuple[list[HeldState], State] | None:
+    def held(self, parameter: torch.Tensor) -> tuple[list[OwnedInterval], State] | None:
         """The states of whole matrices of `parameter` that this rank has as their owner, and other values of these;
         None if it has none."""
         known = self._steps.entries.get(id(parameter), []) if self._steps is not None else []
@@ -192,16 +188,18 @@ class _Stepper(OfOptimizer):
         owned = [each for each in known if form_of(states, each) == WITH_STATE]
         if isinstance(self.work, MuonSteps) or not owned:
             return None
-        found: list[HeldState] = []
+        found: list[OwnedInterval] = []
         others: State = {}
         for entry in owned:
             for name, value in whole_state(states, entry).items():
                 if not isinstance(value, torch.Tensor) or not value.dim():
                     others[name] = value
                 elif tuple(value.shape) == entry.seen.shape:
-                    found.append(HeldState(name, entry.seen.flat(value), entry.slot.spec.shape, entry.seen.span.start))
+                    spec = ParamSpec(name, entry.slot.spec.shape)
+                    found.append(OwnedInterval(entry.seen.flat(value), spec, entry.seen.span))
                 else:
-                    found.append(HeldState(name, value.detach().contiguous().view(-1), tuple(value.shape), 0))
+                    flat = value.detach().contiguous().view(-1)
+                    found.append(OwnedInterval(flat, ParamSpec(name, tuple(value.shape)), Span(0, value.numel())))
         return found, others
 
     def ranks_changed(self) -> None:

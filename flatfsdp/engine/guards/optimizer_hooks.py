@@ -43,15 +43,6 @@ class _CheckedOptimizer(NamedTuple):
     distributed: bool
 
 
-class HeldState(NamedTuple):
-    """Elements of one state, 1-D, from `start` on, of a state of this `shape`, in memory order."""
-
-    name: str
-    elements: torch.Tensor
-    shape: tuple[int, ...]
-    start: int
-
-
 class StatesOfWholes(Protocol):
     """The states of an optimizer that steps on whole matrices, or has states of blocks.
 
@@ -72,9 +63,9 @@ class StatesOfWholes(Protocol):
     def state_before_first_step(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """This rank's part of that of `parameter`; None if there are no whole matrices of it."""
 
-    def held(self, parameter: torch.Tensor) -> tuple[list[HeldState], dict[str, Any]] | None:
-        """This rank's elements of the states of `parameter`, and its other states; None if they are as of any
-        optimizer. No communication."""
+    def held(self, parameter: torch.Tensor) -> tuple[list[Any], dict[str, Any]] | None:
+        """This rank's elements of the states of `parameter`, each an `OwnedInterval` with the name of the state, and
+        its other states; None if they are as of any optimizer. No communication."""
 
     def ranks_changed(self) -> None:
         """The model is over other ranks, and each rank has its parts of the states, as `to_shards` leaves them."""

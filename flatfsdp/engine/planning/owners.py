@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,19 +25,6 @@ NOTHING = Span(0, 0)
 Piece = tuple[int, Span]  # the index of a matrix, and elements of it
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpan:
-    """The elements of a matrix that one rank has.
-
-    Attributes:
-        rank: their rank.
-        span: the elements, in the matrix.
-    """
-
-    rank: int
-    span: Span
-
-
 @dataclass(frozen=True)
 class Matrix:
     """A tensor that an optimizer has to see completely.
@@ -45,7 +32,7 @@ class Matrix:
     Attributes:
         name: for messages.
         shape: its shape.
-        parts: in rank order, without empty ones; together they are the matrix.
+        parts: by rank, in this order, the elements that it has; without empty ones. Together they are the matrix.
         cost: of a step on it, in any unit.
         asked: the rank that a user has chosen as its owner; or the one that has its state already.
         kind: matrices of one kind can be exchanged together: a number for their dtype.
@@ -53,7 +40,7 @@ class Matrix:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[RankSpan, ...]
+    parts: Mapping[int, Span]
     cost: int
     asked: int | None = None
     kind: int = 0
@@ -70,28 +57,21 @@ class Matrix:
 
     def span_of(self, rank: int) -> Span:
         """The elements that `rank` has; `[0, 0)` if it has none."""
-        return self._spans.get(rank, NOTHING)
-
-    @cached_property
-    def _spans(self) -> dict[int, Span]:
-        return {part.rank: part.span for part in self.parts}
+        return self.parts.get(rank, NOTHING)
 
 
-def parts_of(layout: FlatLayout, index: int, within: Span) -> tuple[RankSpan, ...]:
-    """The parts that ranks have of the elements `within` the parameter `index`, counted from the first of these."""
+def parts_of(layout: FlatLayout, index: int, within: Span) -> dict[int, Span]:
+    """By rank, in this order, the elements that it has of those `within` the parameter `index`, counted from the first
+    of these; without empty ones."""
     start = layout.spans[index].start
     segment = next(each for each in layout.segments if each.members.start <= index < each.members.stop)
     piece = segment.span.numel // layout.world
     if not piece or within.is_empty:
-        return ()
+        return {}
     first = (start + within.start - segment.span.start) // piece
     last = (start + within.stop - 1 - segment.span.start) // piece
-    found = []
-    for rank in range(first, last + 1):
-        own = within.intersect(layout.span_in_param(index, rank))
-        if not own.is_empty:
-            found.append(RankSpan(rank, own.shift(-within.start)))
-    return tuple(found)
+    found = {rank: within.intersect(layout.span_in_param(index, rank)) for rank in range(first, last + 1)}
+    return {rank: own.shift(-within.start) for rank, own in found.items() if not own.is_empty}
 
 
 @dataclass(frozen=True)
@@ -109,7 +89,7 @@ class OwnerPlan:
         buckets: the matrices of each bucket, as indices, in the order of `matrices`; all of one kind.
 
     Example:
-        >>> halves = (RankSpan(0, Span(0, 4)), RankSpan(1, Span(4, 8)))
+        >>> halves = {0: Span(0, 4), 1: Span(4, 8)}
         >>> matrices = [Matrix("a", (2, 4), halves, cost=8), Matrix("b", (4, 2), halves, cost=8)]
         >>> plan = OwnerPlan.of(matrices, world=2, bucket=8)
         >>> plan.owners, plan.buckets, plan.sent(0), plan.returned(0), plan.imbalance
@@ -138,10 +118,10 @@ class OwnerPlan:
         """Verify that the parts of each matrix cover it, and that every matrix is in one bucket."""
         for matrix in self.matrices:
             end = 0
-            for part in matrix.parts:
-                if part.span.start != end or not 0 <= part.rank < self.world:
+            for rank, span in matrix.parts.items():
+                if span.start != end or not 0 <= rank < self.world:
                     raise InternalError(f"the parts {matrix.parts} of {matrix.name!r} are no partition of it")
-                end = part.span.stop
+                end = span.stop
             if end != matrix.numel:
                 raise InternalError(f"the parts of {matrix.name!r} have {end} of its {matrix.numel} elements")
         if sorted(index for bucket in self.buckets for index in bucket) != [*range(len(self.matrices))]:
@@ -163,9 +143,9 @@ class OwnerPlan:
         """For each rank the parts of matrices in `bucket` that it sends to `owner`: its `outgoing` ones to it."""
         found: list[list[Piece]] = [[] for _ in range(self.world)]
         for index in bucket:
-            for part in self.matrices[index].parts if self.owners[index] == owner else ():
-                if part.rank != owner % self.world:
-                    found[part.rank].append((index, part.span))
+            for rank, span in self.matrices[index].parts.items() if self.owners[index] == owner else ():
+                if rank != owner % self.world:
+                    found[rank].append((index, span))
         return found
 
     def copies(self, bucket: Iterable[int], rank: int) -> list[list[Piece]]:
@@ -186,10 +166,10 @@ class OwnerPlan:
         """Whether any rank in the replica of `member` sends anything for the matrices of `bucket`: the same answer on
         all of them."""
         return any(
-            part.rank != self.owners[index] % self.world
+            rank != self.owners[index] % self.world
             for index in bucket
             if self.in_one_replica(self.owners[index], member)
-            for part in self.matrices[index].parts
+            for rank in self.matrices[index].parts
         )
 
     def sent(self, member: int) -> int:
@@ -234,7 +214,7 @@ class OwnerPlan:
         """Everything that has to be equal on all ranks, in words."""
         yield f"world {self.world} replicas {self.replicas} buckets {self.buckets}"
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
-            parts = " ".join(f"{part.rank}:{part.span}" for part in matrix.parts)
+            parts = " ".join(f"{rank}:{span}" for rank, span in matrix.parts.items())
             yield f"{matrix.name!r} {matrix.shape} {matrix.kind} {owner} {parts}"
 
 
@@ -264,7 +244,8 @@ def _balanced(matrices: Sequence[Matrix], world: int, replicas: int) -> tuple[in
         while loads[idle[0][1]] != idle[0][0]:  # it was given a matrix since
             heapq.heappop(idle)
         matrix, (least, owner) = matrices[index], idle[0]
-        having = {replica * world + part.rank: part.span.numel for part in matrix.parts for replica in range(replicas)}
+        numels = [(rank, span.numel) for rank, span in matrix.parts.items()]
+        having = {replica * world + rank: numel for rank, numel in numels for replica in range(replicas)}
         if not matrix.is_cut:
             owner = min(having, key=lambda member: (loads[member], member))
         elif able := [member for member in having if loads[member] == least]:

@@ -123,7 +123,7 @@ def plan_unit(
         warn_once(words, subject + words)
     for index, param in enumerate(layout.params):
         if param.name not in layout.given_up and (cost := cost_of(param, grains.get(param.name))):
-            loads[parts_of(layout, index, Span(0, param.numel))[0].rank] += cost
+            loads[min(parts_of(layout, index, Span(0, param.numel)))] += cost
     return layout
 
 

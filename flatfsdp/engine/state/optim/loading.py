@@ -26,6 +26,7 @@ from ...base.plain_data import encode
 from ...comm.transport import Transport
 from ...flat.faces import FlatFace
 from ...guards.optimizer_hooks import wholes_of
+from ...layout.layout import Span
 from ...models.rest import collective_call
 from ...models.walks import units_in
 from ...parts.part import is_whole
@@ -50,7 +51,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    span: tuple[int, int] | None = None
+    span: Span | None = None
 
 
 Values = dict[str, Any]  # by the name of the state: a TensorSpec, or the value itself
@@ -112,7 +113,7 @@ def describe(state_dict: Any) -> StateDictSpec:
 
 def _described(value: Any) -> Any:
     if isinstance(value, OwnedInterval):
-        return TensorSpec(tuple(value.shape), value.dtype, (value.span.start, value.span.stop))
+        return TensorSpec(tuple(value.shape), value.dtype, value.span)
     if is_distributed(value) or (isinstance(value, torch.Tensor) and value.dim()):
         shape, dtype = described(value)
         return TensorSpec(tuple(shape), dtype)
@@ -295,10 +296,9 @@ def _value_of_flat(members: Sequence[NamedParam], state: str, values: Mapping[st
 
 def _check_interval(named: NamedParam, state: str, value: TensorSpec) -> None:
     span = named.span_in_param
-    unsharded = (0, named.spec.numel)
-    if value.span is not None and not span.is_empty and value.span not in ((span.start, span.stop), unsharded):
+    if value.span is not None and not span.is_empty and value.span not in (span, Span(0, named.spec.numel)):
         raise ConfigValueError(
-            f"optim_state_dict: state {state!r} of {named.name!r} holds elements [{value.span[0]}, {value.span[1]}), "
+            f"optim_state_dict: state {state!r} of {named.name!r} holds elements {value.span}, "
             f"but this rank owns {span}: it was created on a different number of ranks or with a different wrapping. "
             "Save and load it with torch.distributed.checkpoint, into the sharded state dict of this optimizer"
         )
