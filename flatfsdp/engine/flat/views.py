@@ -13,8 +13,9 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,20 +51,19 @@ def change_classes(leaves: Sequence[nn.Parameter], classes: Mapping[type, Any]) 
             leaf.__class__ = changed
 
 
-class TransformedLeaf(Protocol):
+@dataclass(eq=False)
+class TransformedLeaf:
     """A leaf that modules see transformed: while it is unsharded, they hold something computed from it in its places.
 
     Attributes:
         leaf: its stored form.
+        param_refs: its places.
+        see: computes the seen form, from the unsharded leaf.
     """
 
     leaf: nn.Parameter
-
-    def install(self) -> None:
-        """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
-
-    def uninstall(self, put: Callable[[ParamRef], None]) -> None:
-        """Let `put` give each module the parameter that it holds at rest."""
+    param_refs: list[ParamRef]
+    see: Callable[[nn.Parameter], torch.Tensor]
 
 
 class ParamViews:
@@ -148,8 +148,12 @@ class ParamViews:
             change_classes(face.holders, self.guard.hidden if refuses else ORIGINAL)
             if self.guard.awaited and not refuses:
                 self.guard.show_awaited(face.holders)
-        for each in self.extended:
-            each.uninstall(face.put)
+        if self.extended:
+            self._put_extended()
+
+    def _put_extended(self) -> None:
+        for param_ref in [param_ref for each in self.extended for param_ref in each.param_refs]:
+            self.handle.face.put(param_ref)
 
     def show_anew(self) -> None:
         """Point the leaves at the unsharded parameters when they show these next: users may have replaced their
@@ -185,9 +189,8 @@ class ParamViews:
         if self.handle.unsharded.buffer is not None:  # else in-place writes are kept
             change_classes(self.handle.leaves, self._noticed)
             self.tracks_writes = True
-        if self.left is Left.SET_ASIDE:
-            for each in self.extended:
-                each.uninstall(face.put)
+        if self.extended and self.left is Left.SET_ASIDE:
+            self._put_extended()
 
     def end_tracking(self) -> None:
         """End of `track_writes`: the unit computes with the leaves again."""
@@ -203,7 +206,9 @@ class ParamViews:
         Precondition: the leaves are unsharded.
         """
         for each in self.extended:
-            each.install()
+            value = each.see(each.leaf)
+            for param_ref in each.param_refs:
+                param_ref.assign(value)
 
     def show_borrowed_views(self, views: list[torch.Tensor]) -> None:
         """Let users' parameters show `views`, which no handle owns, until `show_again`."""

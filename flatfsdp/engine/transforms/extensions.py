@@ -9,7 +9,8 @@ the same way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from ...errors import ConfigTypeError, UsageError
 from ..comm.axes import Axis
 from ..flat.param_refs import ParamRef
-from ..flat.views import ParamViews
+from ..flat.views import ParamViews, TransformedLeaf
 from ..layout.layout import Part
 
 
@@ -153,11 +154,10 @@ class UsersTransform(Transform):
         return self.extensions.post_unflatten_transform(leaf, state)
 
 
-class TransformedParam:
+class TransformedParam(TransformedLeaf):
     """One transformed parameter of a unit and where its modules hold it.
 
     Attributes:
-        leaf: its stored form.
         state: the state that `transform` returned for it.
     """
 
@@ -169,11 +169,10 @@ class TransformedParam:
         param_refs: Sequence[ParamRef],
         original: nn.Parameter | None = None,
     ) -> None:
-        self.leaf = leaf
+        super().__init__(leaf, list(param_refs), partial(_seen, transform, state))
         self._original = weakref.ref(original) if original is not None else None
         self.state = state
         self.transform = transform
-        self.param_refs = list(param_refs)
 
     @property
     def part(self) -> Part | None:
@@ -188,15 +187,6 @@ class TransformedParam:
         """Whether the leaf stands for `parameter`, which some other module still holds."""
         return self._original is not None and self._original() is parameter
 
-    def install(self) -> None:
-        """Let the modules hold the seen form. Precondition: the leaf is unsharded."""
-        with torch.enable_grad():  # also where a backward gathers for a recomputation
-            value = self.transform.see(self.leaf, self.state)
-        if marks := marks_of(self.leaf):
-            vars(value).update(marks)
-        for param_ref in self.param_refs:
-            param_ref.assign(value)
-
     def dissolve(self, whole: nn.Parameter) -> None:
         """Let the modules hold a parameter like the one they had before. `whole`: the unsharded stored form."""
         seen = self.transform.see(whole, self.state)
@@ -206,8 +196,8 @@ class TransformedParam:
             param_ref.of(restored).register()
 
     def show(self, stored: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Let the modules list the seen form of unsharded `stored` memory and its gradient as a parameter, until
-        `uninstall`; kinds without such a form keep their stored form."""
+        """Let the modules list the seen form of unsharded `stored` memory and its gradient as a parameter, until they
+        hold what they do at rest; kinds without such a form keep their stored form."""
         if (seen := self.transform.around(stored, self.state)) is not None:
             shown = nn.Parameter(seen, requires_grad=self.leaf.requires_grad)
             vars(shown).update(marks_of(self.leaf))
@@ -225,10 +215,13 @@ class TransformedParam:
         grad = None if held.grad is None else self.transform.stored_in(held.grad)
         return self.transform.stored_in(held.detach()), grad
 
-    def uninstall(self, put: Callable[[ParamRef], None]) -> None:
-        """Let `put` give each module the parameter that it holds at rest."""
-        for param_ref in self.param_refs:
-            put(param_ref)
+
+def _seen(transform: Transform, state: Any, leaf: nn.Parameter) -> torch.Tensor:
+    with torch.enable_grad():  # also where a backward gathers for a recomputation
+        value = transform.see(leaf, state)
+    if marks := marks_of(leaf):
+        vars(value).update(marks)
+    return value
 
 
 def transformed_in(views: ParamViews) -> list[TransformedParam]:
