@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
+import flatfsdp
 from flatfsdp.engine.inspection.allocator import MIB
 from tests.harness import fresh
+from tools.benchmark.engines import ENGINES, Place
 from tools.benchmark.models import GPT, Case, GPTBlock
 from tools.reserved.models import CASES
 from tools.reserved.training import Figures, measure
@@ -47,3 +50,25 @@ def test_each_engine_trains_and_holds_its_shards_the_moments_and_workspaces_betw
     assert wanted <= found.between <= wanted + MIB  # small tensors are rounded up
     assert found.between < found.allocated <= found.in_use < found.reserved
     assert found.retries == 0
+
+
+def planned(rank: int, world: int, case: Case, engine: str) -> tuple[int | None, int | None]:
+    """In use and reserved, by `memory_plan`."""
+    with flatfsdp.dry_run(8, accelerator=True):
+        with torch.device("meta"):
+            net = case.make()
+        model = ENGINES[engine].wrap(net, Place(torch.device("cpu"), case.unit, bf16=True))
+        tokens, targets = (torch.zeros(1, case.rows).long() for _ in range(2))
+        plan = flatfsdp.memory_plan(model, ENGINES[engine].optimize(model), loss=lambda model: model(tokens, targets))
+    return plan.in_use, plan.reserved
+
+
+@pytest.mark.parametrize("engine", ["flatfsdp", "flatfsdp-orig", "flatfsdp-front"])
+def test_a_plan_reserves_what_training_does(engine: str) -> None:
+    """Although its model was on no device before it was sharded."""
+    (outcome,) = fresh.run(1, planned, SMALL, engine)
+    assert outcome.exit_code == 0, outcome
+    in_use, reserved = outcome.result
+    found = figures(SMALL, engine)
+    assert in_use == pytest.approx(found.in_use, rel=0.01)
+    assert reserved == pytest.approx(found.reserved, rel=0.03)

@@ -8,6 +8,8 @@ import torch
 
 from ..base.overrides import is_memoryless
 
+AT_ONCE = 2**22  # elements: torch copies what it sums up into int64, twice the memory of float32 parameters
+
 
 def checksum(tensor: torch.Tensor) -> int:
     """A sum over the bits of `tensor`: equal for equal values, on every rank. 0 in a dry run, which has no values."""
@@ -17,7 +19,7 @@ def checksum(tensor: torch.Tensor) -> int:
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
     if words is None:
         flat, words = flat.view(torch.uint8), torch.uint8
-    return int(flat.view(words).sum(dtype=torch.int64)) if flat.numel() else 0
+    return int(sum(each.sum(dtype=torch.int64) for each in flat.view(words).split(AT_ONCE)))
 
 
 class InitialChecksums:
