@@ -161,6 +161,46 @@ def test_smaller_units_are_gathered_into_room_for_larger_ones() -> None:
         assert sum(map(taken, gathers)) == 3 * 32 * MIB
 
 
+class Tables(nn.Module):
+    """A table and a head of 8 million elements each, and between them units of 4 million."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4096, WIDTH)
+        self.units = layers()
+        self.head = nn.Linear(WIDTH, 4096, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.units(self.table(tokens)))
+
+
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_large_gradients_of_the_outermost_unit_get_the_memory_of_gathers(rows: int) -> None:
+    """Unless much more was free at the end of the first backward."""
+    streams: set[int] = set()
+    slots = 4 * 2 * 4096 * WIDTH
+    mixed = flatfsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with flatfsdp.dry_run(8, accelerator=True):
+        with torch.device("meta"):
+            net = Tables()
+        model = flatfsdp.FullyShardedDataParallel(net, auto_wrap_policy={nn.Sequential}, mixed_precision=mixed)
+        optimizer = torch.optim.AdamW(model.parameters())
+        malloc = memory().malloc
+
+        def noted(size: int, stream: Any, label: Any = None) -> Block:
+            if size == slots:
+                streams.add(stream.priority)
+            return malloc(size, stream, label)
+
+        with patch.object(memory(), "malloc", noted):
+            for step in range(4):
+                streams.clear()
+                model(torch.ones(1, rows).long()).sum().backward()
+                assert streams == ({-1} if step and rows == 256 else {0})
+                optimizer.step()
+                model.zero_grad()
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_no_segment_is_taken_from_which_nothing_could_be_cut(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "max_split_size_mb:32")

@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, wrap
 from flatfsdp.engine.base import wait_limits
 from flatfsdp.engine.comm import transport as comm
+from flatfsdp.engine.device.memory import FlatBuffer
 from flatfsdp.engine.device.streams import Device, PendingWork, Stream
+from flatfsdp.engine.features.lent_memory import LentBuffer
 from flatfsdp.engine.flat.reduction import Reduction
 from tests.comm.test_communication import (
     NUMELS,
@@ -346,6 +348,38 @@ def test_gradients_have_the_wide_dtype_of_one_unit_at_a_time(prefetch: str | Non
     assert peaks["arrived"] <= 2 * (block + own)
     assert (peaks["together"] - 2 * own) // (2 * block) == narrow
     assert device.races == []
+
+
+def lending() -> list[str]:
+    """The log of a step in which the outermost unit's gradients may have the memory of gathers."""
+    mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
+    with device_of() as device, inspect.large_gradients():
+        model = wrapped("FULL_SHARD", mixed_precision=mixed, join_units_below=0)
+        slots = inspect.lend_gathers_memory(model)
+        for step in range(3):
+            if step == 2:
+                slots.borrows = True
+                device.log.clear()
+            forward(model).backward()
+            model.zero_grad()
+    return [*device.log, *device.races]
+
+
+def test_the_outermost_units_gradients_are_lent_the_memory_of_gathers() -> None:
+    """At the end of a backward that is free. It is taken back before the next gather. [Note: lent memory]"""
+    log = lending()
+    slots = [entry for entry in log if entry.startswith(("allocate slots", "free slots"))]
+    assert slots[-2:] == ["allocate slots on unshard", "free slots on unshard"]
+    assert slots.count(slots[-1]) == 1
+    at = log.index("allocate slots on unshard")
+    assert log[at + 1 : at + 3] == ["record unshard", "compute waits for unshard"]
+    assert not any("allocate unsharded" in entry for entry in log[at:])
+    assert not any("before" in entry for entry in log), "a race"
+
+
+def test_lent_memory_goes_back_after_its_reduction() -> None:
+    with patch.object(LentBuffer, "free", FlatBuffer.free):
+        assert any("goes back to unshard before" in entry for entry in lending())
 
 
 def wrap_one(module: nn.Module) -> FullyShardedDataParallel:

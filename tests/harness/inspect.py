@@ -27,6 +27,7 @@ from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
 from flatfsdp.engine.features.deferred_gradients import defers
 from flatfsdp.engine.features.gradient_hooks import GradientHooks
+from flatfsdp.engine.features.lent_memory import LentBuffer, lent_buffer
 from flatfsdp.engine.flat import flat_param
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
@@ -377,6 +378,13 @@ def comm_stats(model: Any) -> CommStats:
 def units(model: Any) -> list[Unit]:
     """All units of the model with the wrapper `model`, which may be an inner one; the outermost last."""
     return [Unit(each) for each in _model(model).units]
+
+
+def lend_gathers_memory(model: Any) -> LentBuffer:
+    """Let the late slots of the outermost unit of `model`, which had no backward yet, be a buffer that may borrow."""
+    made = lent_buffer(_model(model).outermost)
+    assert made is not None
+    return made
 
 
 def held_by_units(model: Any) -> list[set[str]]:

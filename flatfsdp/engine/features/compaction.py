@@ -13,7 +13,10 @@ first step asks in an order that no later one repeats. So
 - a request that finds no piece gets a segment larger than itself (10 MiB or more are rounded up to 2, less comes from
   20), which serves later ones only if they are no larger. So the shards of all units that a wrapper's policy makes
   share one; and those for unsharded parameters are taken for the sizes that were the most at one time in the first
-  step, the largest first.
+  step, the largest first;
+- if the largest request of a step is for the outermost unit's gradients, at the end of a backward, and little more than
+  they need is free then, that is in pieces, between the gradients of other units. So all unsharded parameters get one
+  segment, which is large enough for these gradients, too ([Note: lent memory]).
 
 Twice in a training the host waits for the device, as it does for each segment that the first step takes; later steps
 take none. With `expandable_segments` the allocator keeps free memory together by itself; nothing of this is done.
@@ -50,7 +53,9 @@ from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..guards.optimizer_hooks import handles_of, is_at_work, looking, stepped_by
 from ..runtime.model import Model
+from .lent_memory import LentBuffer, begins_late, lent_buffer
 
+SPARE = 2  # as many times a request must be free, if a piece that is large enough is to be expected
 LEAST = 20 * 2**20  # bytes: smaller segments are what the allocator takes anyway, and smaller pieces fit little
 POOL = 32
 PRIORITY = -2  # means nothing, as no kernel runs. [Note: kept streams]
@@ -151,6 +156,10 @@ class Compaction(Observer):
         self._model = weakref.ref(model)
         self._held: int | None = None  # bytes in use before the first forward that is measured
         self._most = 0  # in use since then
+        self._largest = 0  # bytes of the largest buffer
+        self._slots: LentBuffer | None = None  # late ones of the outermost unit
+        self._lends = False  # whether these should borrow memory of gathers
+        self._most_besides = 0  # in use without them
         self._gathered: list[int] = []  # the sizes of unsharded parameters when these were the most
         self._stepped = False
         self._made_in_backward = False  # whether an optimizer has its states from a backward
@@ -167,10 +176,11 @@ class Compaction(Observer):
                 return
             tracker.apart = torch.Tensor.new_empty
             model.observers.remove(self)
-            _compact(model, self._most - (self._held or 0))
-            _make_room_for_gathers(model, self._gathered)
+            _compact(model, self._needed)
+            _make_room_for_gathers(model, self._gathered, self._slots if self._lends else None)
         elif self._held is None:
-            self._held = self._most = _in_use(model)
+            self._held = self._most = self._most_besides = _in_use(model)
+            self._slots = self._slots or lent_buffer(model.outermost)
             looking.add(self)
             tracker.advise, tracker.advised_from = self._sample, 0
 
@@ -181,17 +191,30 @@ class Compaction(Observer):
         if not is_at_work(optimizer):
             if model in stepped_by(optimizer):
                 self._stepped = True
-                _compact(model, self._most - self._held)
+                _compact(model, self._needed)
         elif any(each is model for each, _ in handles_of(optimizer)):
             self._stepped = self._made_in_backward
             if not self._stepped:
                 self._made_in_backward, self._held = True, None
 
+    @property
+    def _needed(self) -> int:
+        """Bytes that a step needs in addition to what is held, without those of gathers."""
+        return (self._most_besides if self._lends else self._most) - (self._held or 0)
+
     def _sample(self, tensor: torch.Tensor) -> None:
-        if (model := self._model()) is not None:
-            self._most = max(self._most, _in_use(model))
-            if model.resources.tracker.live["unsharded"] > sum(self._gathered):
-                self._gathered = _gathered(model)
+        if (model := self._model()) is None:
+            return
+        in_use, size = _in_use(model), tensor.nbytes
+        self._largest = max(self._largest, size)
+        self._most = max(self._most, in_use)
+        slots = self._slots
+        if slots is not None and tensor is slots.tensor and begins_late(model.outermost):
+            in_use -= size
+            self._lends = size == self._largest and self._most - in_use < SPARE * size
+        self._most_besides = max(self._most_besides, in_use)
+        if model.resources.tracker.live["unsharded"] > sum(self._gathered):
+            self._gathered = _gathered(model)
 
 
 def _has_gradients(model: Model) -> bool:
@@ -237,13 +260,17 @@ def _gathered(model: Model) -> list[int]:
     return [buffer.tensor.nbytes for buffer in buffers if buffer is not None and buffer.allocated]
 
 
-def _make_room_for_gathers(model: Model, sizes: list[int]) -> None:
+def _make_room_for_gathers(model: Model, sizes: list[int], borrower: LentBuffer | None) -> None:
     """Let the allocator have what gathers need, of `sizes`, the largest first: smaller units that come first are then
-    cut from pieces in which larger ones have room, too."""
+    cut from pieces in which larger ones have room, too. With a `borrower`, it is one piece in which that has room."""
     device, stream = model.resources.device, model.resources.streams.unshard
-    if not stream.is_callers and not _gathered(model):
-        with stream.running():
-            _take(device, *sorted(sizes, reverse=True))
+    if stream.is_callers or _gathered(model):
+        return
+    sizes = sorted(sizes, reverse=True)
+    if borrower is not None:
+        sizes, borrower.borrows = [max(sum(sizes), borrower.tensor.nbytes)], True
+    with stream.running():
+        _take(device, *sizes)
 
 
 def make_room_for_shards(device: Device, count: Callable[[], int]) -> None:

@@ -17,7 +17,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import compress, repeat
-from operator import is_not
+from operator import is_not, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -289,7 +289,7 @@ class Gradients:
             handle,
             buffer,
             slots.segments,
-            FlatBuffer.disown if self._hooked else return_buffer or FlatBuffer.free,
+            FlatBuffer.disown if self._hooked else return_buffer or methodcaller("free"),
             shares_unsharded_buffer=return_buffer is not None,
             scale=self._factor_of_sum if completes else 1.0,
             earlier=None if self.reducing else kept.partial,
