@@ -24,7 +24,7 @@ from flatfsdp.engine.base import wait_limits
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.device.memory import FlatBuffer
 from flatfsdp.engine.device.streams import Device, PendingWork, Stream
-from flatfsdp.engine.features.lent_memory import LentBuffer
+from flatfsdp.engine.features.borrowed_memory import BorrowedBuffer
 from flatfsdp.engine.flat.reduction import Reduction
 from tests.comm.test_communication import (
     NUMELS,
@@ -350,12 +350,12 @@ def test_gradients_have_the_wide_dtype_of_one_unit_at_a_time(prefetch: str | Non
     assert device.races == []
 
 
-def lending() -> list[str]:
+def borrowing() -> list[str]:
     """The log of a step in which the outermost unit's gradients may have the memory of gathers."""
     mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
     with device_of() as device, inspect.large_gradients():
         model = wrapped("FULL_SHARD", mixed_precision=mixed, join_units_below=0)
-        slots = inspect.lend_gathers_memory(model)
+        slots = inspect.borrow_gathers_memory(model)
         for step in range(3):
             if step == 2:
                 slots.borrows = True
@@ -365,9 +365,9 @@ def lending() -> list[str]:
     return [*device.log, *device.races]
 
 
-def test_the_outermost_units_gradients_are_lent_the_memory_of_gathers() -> None:
-    """At the end of a backward that is free. It is taken back before the next gather. [Note: lent memory]"""
-    log = lending()
+def test_the_outermost_units_gradients_borrow_the_memory_of_gathers() -> None:
+    """At the end of a backward that is free. It is taken back before the next gather. [Note: borrowed memory]"""
+    log = borrowing()
     slots = [entry for entry in log if entry.startswith(("allocate slots", "free slots"))]
     assert slots[-2:] == ["allocate slots on unshard", "free slots on unshard"]
     assert slots.count(slots[-1]) == 1
@@ -377,9 +377,9 @@ def test_the_outermost_units_gradients_are_lent_the_memory_of_gathers() -> None:
     assert not any("before" in entry for entry in log), "a race"
 
 
-def test_lent_memory_goes_back_after_its_reduction() -> None:
-    with patch.object(LentBuffer, "free", FlatBuffer.free):
-        assert any("goes back to unshard before" in entry for entry in lending())
+def test_borrowed_memory_goes_back_after_its_reduction() -> None:
+    with patch.object(BorrowedBuffer, "free", FlatBuffer.free):
+        assert any("goes back to unshard before" in entry for entry in borrowing())
 
 
 def wrap_one(module: nn.Module) -> FullyShardedDataParallel:

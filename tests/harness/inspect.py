@@ -25,9 +25,9 @@ from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.cpu import exchange as exchanges
 from flatfsdp.engine.cpu import groups
 from flatfsdp.engine.cpu.exchange import CONTROL, Attendant
+from flatfsdp.engine.features.borrowed_memory import BorrowedBuffer, borrowed_buffer
 from flatfsdp.engine.features.deferred_gradients import defers
 from flatfsdp.engine.features.gradient_hooks import GradientHooks
-from flatfsdp.engine.features.lent_memory import LentBuffer, lent_buffer
 from flatfsdp.engine.flat import flat_param
 from flatfsdp.engine.flat import gradient_slots as grads
 from flatfsdp.engine.flat.states import PHASE_STEPS, SHARD_STEPS, SHARDED, UNSHARDED
@@ -380,9 +380,9 @@ def units(model: Any) -> list[Unit]:
     return [Unit(each) for each in _model(model).units]
 
 
-def lend_gathers_memory(model: Any) -> LentBuffer:
+def borrow_gathers_memory(model: Any) -> BorrowedBuffer:
     """Let the late slots of the outermost unit of `model`, which had no backward yet, be a buffer that may borrow."""
-    made = lent_buffer(_model(model).outermost)
+    made = borrowed_buffer(_model(model).outermost)
     assert made is not None
     return made
 

@@ -16,7 +16,7 @@ first step asks in an order that no later one repeats. So
   step, the largest first;
 - if the largest request of a step is for the outermost unit's gradients, at the end of a backward, and little more than
   they need is free then, that is in pieces, between the gradients of other units. So all unsharded parameters get one
-  segment, which is large enough for these gradients, too ([Note: lent memory]).
+  segment, which is large enough for these gradients, too ([Note: borrowed memory]).
 
 Twice in a training the host waits for the device, as it does for each segment that the first step takes; later steps
 take none. With `expandable_segments` the allocator keeps free memory together by itself; nothing of this is done.
@@ -53,7 +53,7 @@ from ..device.memory import MemoryTracker
 from ..device.streams import Device
 from ..guards.optimizer_hooks import handles_of, is_at_work, looking, stepped_by
 from ..runtime.model import Model
-from .lent_memory import LentBuffer, begins_late, lent_buffer
+from .borrowed_memory import BorrowedBuffer, begins_late, borrowed_buffer
 
 SPARE = 2  # as many times a request must be free, if a piece that is large enough is to be expected
 LEAST = 20 * 2**20  # bytes: smaller segments are what the allocator takes anyway, and smaller pieces fit little
@@ -157,8 +157,8 @@ class Compaction(Observer):
         self._held: int | None = None  # bytes in use before the first forward that is measured
         self._most = 0  # in use since then
         self._largest = 0  # bytes of the largest buffer
-        self._slots: LentBuffer | None = None  # late ones of the outermost unit
-        self._lends = False  # whether these should borrow memory of gathers
+        self._slots: BorrowedBuffer | None = None  # late ones of the outermost unit
+        self._borrows = False  # whether these should borrow memory of gathers
         self._most_besides = 0  # in use without them
         self._gathered: list[int] = []  # the sizes of unsharded parameters when these were the most
         self._stepped = False
@@ -177,10 +177,10 @@ class Compaction(Observer):
             tracker.apart = torch.Tensor.new_empty
             model.observers.remove(self)
             _compact(model, self._needed)
-            _make_room_for_gathers(model, self._gathered, self._slots if self._lends else None)
+            _make_room_for_gathers(model, self._gathered, self._slots if self._borrows else None)
         elif self._held is None:
             self._held = self._most = self._most_besides = _in_use(model)
-            self._slots = self._slots or lent_buffer(model.outermost)
+            self._slots = self._slots or borrowed_buffer(model.outermost)
             looking.add(self)
             tracker.advise, tracker.advised_from = self._sample, 0
 
@@ -200,7 +200,7 @@ class Compaction(Observer):
     @property
     def _needed(self) -> int:
         """Bytes that a step needs in addition to what is held, without those of gathers."""
-        return (self._most_besides if self._lends else self._most) - (self._held or 0)
+        return (self._most_besides if self._borrows else self._most) - (self._held or 0)
 
     def _sample(self, tensor: torch.Tensor) -> None:
         if (model := self._model()) is None:
@@ -211,7 +211,7 @@ class Compaction(Observer):
         slots = self._slots
         if slots is not None and tensor is slots.tensor and begins_late(model.outermost):
             in_use -= size
-            self._lends = size == self._largest and self._most - in_use < SPARE * size
+            self._borrows = size == self._largest and self._most - in_use < SPARE * size
         self._most_besides = max(self._most_besides, in_use)
         if model.resources.tracker.live["unsharded"] > sum(self._gathered):
             self._gathered = _gathered(model)
@@ -260,7 +260,7 @@ def _gathered(model: Model) -> list[int]:
     return [buffer.tensor.nbytes for buffer in buffers if buffer is not None and buffer.allocated]
 
 
-def _make_room_for_gathers(model: Model, sizes: list[int], borrower: LentBuffer | None) -> None:
+def _make_room_for_gathers(model: Model, sizes: list[int], borrower: BorrowedBuffer | None) -> None:
     """Let the allocator have what gathers need, of `sizes`, the largest first: smaller units that come first are then
     cut from pieces in which larger ones have room, too. With a `borrower`, it is one piece in which that has room."""
     device, stream = model.resources.device, model.resources.streams.unshard

@@ -1,6 +1,6 @@
-"""Memory of gathers, lent to the gradients of the outermost unit.
+"""Memory of gathers, borrowed for the gradients of the outermost unit.
 
-[Note: lent memory] The outermost unit's late slots ([Note: late slots]) are often the largest request of a step, and
+[Note: borrowed memory] The outermost unit's late slots ([Note: late slots]) are often the largest request of a step, and
 come when the gradients of all other units lie where activations were, between pieces that are too small. But no unit is
 unsharded then, so the memory of gathers is free, and in one piece if it was taken as one ([Note: compaction]). The
 slots are used on the caller's stream, which waits for that of gathers, on which no gather is under way; their memory
@@ -18,7 +18,7 @@ from ..flat.flat_param import FlatParamHandle
 from ..runtime.unit import Unit
 
 
-class LentBuffer(FlatBuffer):
+class BorrowedBuffer(FlatBuffer):
     """The slots of a handle of `unit`, which is outermost.
 
     Attributes:
@@ -30,7 +30,7 @@ class LentBuffer(FlatBuffer):
         super().__init__(numel, dtype, handle.device, tracker=handle.tracker, category="slots")
         self.borrows = False
         self._unit = weakref.ref(unit)
-        self._owner: Stream | None = None  # of the memory, if it is lent
+        self._owner: Stream | None = None  # of the memory, if it is borrowed
 
     def allocate(self) -> None:
         unit = self._unit()
@@ -64,7 +64,7 @@ def begins_late(unit: Unit) -> bool:
     return any(grads.slots.late for grads in unit.grads) and not any(grads.missing for grads in unit.grads)
 
 
-def lent_buffer(unit: Unit) -> LentBuffer | None:
+def borrowed_buffer(unit: Unit) -> BorrowedBuffer | None:
     """A buffer for the largest late slots of `unit`, which had no backward yet; None if it has none."""
     late = [
         (handle.layout.padded_numel, handle, grads)
@@ -76,6 +76,6 @@ def lent_buffer(unit: Unit) -> LentBuffer | None:
     if not late:
         return None
     _, handle, grads = max(late, key=lambda each: each[0])
-    made = LentBuffer(unit, handle)
+    made = BorrowedBuffer(unit, handle)
     grads.reuse((made, [], TensorGroup()))
     return made
