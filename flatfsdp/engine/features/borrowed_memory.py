@@ -1,10 +1,10 @@
 """Memory of gathers, borrowed for the gradients of the outermost unit.
 
-[Note: borrowed memory] The outermost unit's late slots ([Note: late slots]) are often the largest request of a step, and
-come when the gradients of all other units lie where activations were, between pieces that are too small. But no unit is
-unsharded then, so the memory of gathers is free, and in one piece if it was taken as one ([Note: compaction]). The
-slots are used on the caller's stream, which waits for that of gathers, on which no gather is under way; their memory
-goes back when the caller's stream has finished with it, and before any later gather.
+[Note: borrowed memory] The outermost unit's late slots ([Note: late slots]) are often the largest request of a step,
+and come when the gradients of all other units lie where activations were, between pieces that are too small. But no
+unit is unsharded then, so the memory of gathers is free, and in one piece if it was taken as one ([Note: compaction]).
+The slots are used on the caller's stream, which waits for that of gathers, on which no gather is under way; their
+memory goes back when the caller's stream has finished with it, and before any later gather.
 """
 
 from __future__ import annotations
