@@ -268,6 +268,7 @@ class Player:
         self.reduced = True  # no gradient is this rank's own
         self.before: list[Tensor | None] = []  # where some are: those of `alone` without them
         self.exposed = False  # parameters may be whole
+        self.awaits_another = False  # the last backward may be differentiated again
         self.asked = False  # and be described so, by request
         # A few operations, repeated, reach states that all of them seldom reach.
         few = random.Random(f"few operations {seed}")
@@ -313,7 +314,9 @@ class Player:
             operation(self)
             if operation in (drop, show_whole, request_the_inputs_gradient, show_while_computing, keep):
                 self.exposed = True
-            elif operation in (train, accumulate) or (operation is look and self.front is Wrapper):
+            elif operation in (train, accumulate):
+                self.exposed = self.awaits_another  # for which parameters stay as they are
+            elif operation is look and self.front is Wrapper:
                 self.exposed = False
             if operation in (show_whole, show_while_computing):
                 self.asked = True
@@ -384,6 +387,7 @@ class Player:
         owed = owed_by_all(self.model) if self.owes and sync else {}
         with context:
             self.both(how)
+        self.awaits_another = how is to_be_differentiated and not sync  # comparisons of reduced gradients end that
         if not sync and manual:
             self.model.set_requires_gradient_sync(True)
         self.reduced = sync
