@@ -1,7 +1,8 @@
 """What it costs to outlive the loss of a rank: steps without `survive`, and in its loops, with many refreshes and few.
 
-One model takes turns of a few steps each way in the same processes, so that a slow minute affects all ways. A turn ends
-when its last refresh is complete; the steps before it is timed have made what a loop needs.
+One model takes turns of a few steps each way in the same processes, so that a slow minute affects all ways. A turn is
+timed from the beginning of one step to that of a later one, with as many refreshes as a longer run has in as many
+steps. What a loop makes before its first steps, and waits for after its last, is not in it.
 """
 
 from __future__ import annotations
@@ -59,22 +60,21 @@ def time_ways(rank: int, name: str) -> dict[str, Any]:
     for way in [*WAYS] * TURNS:
         wall = cpu = 0.0
         for number in steps_of(model, optimizer, WAYS[way]):
-            if number == WARMUP:
+            if number in (WARMUP, WARMUP + STEPS):
                 dist.barrier()
-                wall, cpu = time.perf_counter(), time.process_time()
+                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             step()
-        dist.barrier()
-        found[way]["wall"].append((time.perf_counter() - wall) / STEPS)
-        found[way]["cpu"].append((time.process_time() - cpu) / STEPS)
+        found[way]["wall"].append(wall / STEPS)
+        found[way]["cpu"].append(cpu / STEPS)
     return {**found, "process_cpu": time.process_time()}
 
 
 def steps_of(model: Any, optimizer: torch.optim.Optimizer, every: int | None) -> Iterable[int]:
     """The numbers of steps, to be taken one by one."""
     if every is None:
-        yield from range(WARMUP + STEPS)
+        yield from range(WARMUP + STEPS + 1)
         return
-    for step in survive(model, optimizer, steps=WARMUP + STEPS, every=every):
+    for step in survive(model, optimizer, steps=WARMUP + STEPS + 1, every=every):
         with step:
             yield step.number
 
