@@ -63,7 +63,7 @@ def _by_device(grads: Iterable[torch.Tensor]) -> tuple[dict[torch.device, Grads]
 def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The sum of |g|^p over `grads` (the maximum of |g| for p = inf; the number of non-zeros for p = 0), in `dtype`."""
     together, others = _by_device(grads)
-    norms = [torch.stack(_torch.foreach_norm(each, p, dtype=dtype)).to(device) for each in together.values()]
+    norms = [_norms(each, p, dtype).to(device) for each in together.values()]
     for grad in others:
         if not grad.numel():  # a rank without rows of the parameter: torch raises for the maximum of an empty tensor
             continue
@@ -81,6 +81,14 @@ def _power_sum(grads: Iterable[torch.Tensor], p: float, device: torch.device, dt
     if math.isinf(p):
         return every.amax()
     return (every if p == 0 else every**p).sum()
+
+
+def _norms(grads: Grads, p: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of each of `grads`, which are nonempty and on one device; for p = inf, what has the same maximum."""
+    if math.isinf(p) and grads[0].device.type == "cpu":
+        # A fifth of the time of the norms, 8 instead of 40 ms for 12M elements.
+        return torch.stack([end.to(dtype) for grad in grads for end in torch.aminmax(grad)]).abs()
+    return torch.stack(_torch.foreach_norm(grads, p, dtype=dtype))
 
 
 class _Gradients(NamedTuple):

@@ -30,13 +30,17 @@ def sum_of_powers(tensors: Iterable[torch.Tensor], p: int, scale: torch.Tensor) 
     the number of non-zeros. int64 of shape (DIGITS,), on the device of `scale`, for fewer than 2^33 elements on all
     ranks: digits of different ranks are added up as they are."""
     total = torch.zeros(DIGITS, dtype=torch.int64, device=scale.device)
-    for pieces in _together(tensors, IN_CACHES if scale.device.type == "cpu" else TOGETHER):
+    tensors = [*tensors]
+    most = min(IN_CACHES if scale.device.type == "cpu" else TOGETHER, sum(each.numel() for each in tensors))
+    # One piece after the other in the same memory: new memory for each took 40 of 95 ms for 12M elements on a CPU.
+    memory = torch.empty(2, most, dtype=torch.float64, device=scale.device)
+    for pieces in _together(tensors, most):
         sizes = [piece.numel() for piece in pieces]
-        values = torch.empty(sum(sizes), dtype=torch.float64, device=scale.device)
+        values, rest = memory[:, : sum(sizes)]
         _torch.foreach_copy_([*values.split(sizes)], pieces)
-        rest = _power(values.mul_(scale), p)
+        _power(values.mul_(scale), p, rest)
         for digit in total:
-            whole = rest.mul_(2.0**BITS).floor()
+            whole = torch.floor(rest.mul_(2.0**BITS), out=values)
             digit += whole.sum().long()
             rest -= whole
     return total
@@ -66,11 +70,13 @@ def _together(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch
         yield group
 
 
-def _power(values: torch.Tensor, p: int) -> torch.Tensor:
+def _power(values: torch.Tensor, p: int, out: torch.Tensor) -> None:
     """|v|^p by products alone, which are rounded alike wherever an element lies in a tensor; `pow` is not."""
     if p == 0:
-        return (values != 0).double()
-    found = values.abs() if p % 2 else values * values
+        torch.ne(values, 0, out=out)
+    elif p % 2:
+        torch.abs(values, out=out)
+    else:
+        torch.mul(values, values, out=out)
     for _ in range(2 - p % 2, p):
-        found *= values
-    return found
+        out *= values
