@@ -151,7 +151,7 @@ def test_killed_ranks_cost_nothing(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("front", "given", "sharded"),
-    [("wrapper", {"data_mode": "dispatch"}, {}), ("fully_shard", {}, {"strategy": "hybrid_shard", "replicas": 1})],
+    [("wrapper", {"data_mode": "dispatch"}, {}), ("fully_shard", {}, {"strategy": "hybrid_shard", "replicas": 2})],
 )
 def test_a_process_that_comes_later_joins(front: str, given: Any, sharded: Any, tmp_path: Path) -> None:
     """It knows what the others know of the run, and reads its part of the data."""
