@@ -360,15 +360,13 @@ class Run:
 
     def state_of_run(self) -> dict[str, Any]:
         """Plain data that a rank that joins needs, and no checkpoint has."""
-        last = None if self.checkpoint is None else str(self.checkpoint)
-        saved = {"last": last, "complete_at": self.checkpoints.complete_at}
-        return {"output": str(self.output), "metrics": self.metrics, **saved}
+        return {"output": str(self.output), "metrics": self.metrics}
 
     def join(self, state: Mapping[str, Any]) -> None:
         """Go on with that of the others; the components are loaded already."""
         self.training = replace(self.training, output=Path(state["output"]))
         self.evaluation.metrics = dict(state["metrics"])
-        self.checkpoints.join(self.output, state["last"], state["complete_at"])
+        self.checkpoints.manager.folder = self.output.absolute()
         if isinstance(self.scheduler, WarmupDecayLR):
             self.scheduler.follow(steps=self.planned_steps(), done=self.scheduler.done)
 

@@ -166,6 +166,21 @@ def test_a_process_that_comes_later_joins(front: str, given: Any, sharded: Any, 
         assert screen["checkpoint"] == str(tmp_path / "three" / "step-00000006")
 
 
+def test_a_process_joins_when_another_is_lost_after_a_save(tmp_path: Path) -> None:
+    """The others have a checkpoint of step 2 when they go back to where there was none, with one that knows of none."""
+    (alone,) = fresh.run(1, train, tmp_path / "alone", {}, {}, "wrapper")
+    assert alone.error is None, alone
+    folder, given = tmp_path / "three", {"save_async": False, "eval_every": None}
+    outcomes = fresh.run(3, train, folder, {1: (3, "backward")}, given, "wrapper", joins=True)
+    assert outcomes.pop(1).exit_code == -signal.SIGKILL
+    for outcome in outcomes:
+        assert outcome.error is None and outcome.exit_code == 0, outcome
+        losses, digest, screen = outcome.result
+        assert (losses, digest) == alone.result[:2]
+        assert screen["joined"] == "rank 2 in step 3, 2 ranks from then on", screen
+    assert [each.problem for each in checkpoint.listing(folder, named="step-*")] == [""] * 3
+
+
 KILLS = """
 import multiprocessing, os, signal, time
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -34,6 +35,8 @@ from flatfsdp.trainer.launch import Placement
 from flatfsdp.trainer.memory_estimate import activations_counted
 from flatfsdp.trainer.preemption import REQUESTED, StopRequest
 from flatfsdp.trainer.run import MemoryFootprint, Progress, StepReport, TrainingResult
+from flatfsdp.trainer.state.checkpoints import CheckpointManager
+from flatfsdp.trainer.state.run_checkpoints import RunCheckpoints
 from flatfsdp.trainer.terminal import size_in_words, sizes_in_words
 
 pytestmark = pytest.mark.unit
@@ -411,3 +414,43 @@ print(stop.number)
 
     assert output_with("reaped" if reaped else "zombie") == ("15\n", "")
     assert output_with("lives") == ("15\n", "SIGTERM: stopping after this step, saving\n")
+
+
+class Said:
+    """The ranks of a fake world: what each says, and what all of them hear."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self.speaks = True
+
+    def values(self, value: Any) -> list[Any]:
+        self.all += [value] * self.speaks
+        return self.all
+
+
+@pytest.mark.parametrize(
+    ("states", "agreed"),
+    [
+        ([("here/step-2", 2, False), ("other/step-9", -1, False), ("", -1, False)], ("here/step-2", 2, False)),
+        ([("here/step-2", 2, True), ("here/step-2", 2, False), ("", -1, False)], ("here/step-2", -1, True)),
+        ([("other/step-9", 9, False), ("", -1, False)], ("other/step-9", 9, False)),
+        ([("", -1, False), ("", -1, False)], ("", -1, False)),
+    ],
+)
+def test_ranks_agree_on_the_last_checkpoint(states: Any, agreed: Any, tmp_path: Path) -> None:
+    """The last of them knows of none, as one that joins."""
+    ranks, said = [], Said()
+    for last, complete_at, broken_off in states:
+        path = tmp_path / last if last else None
+        ranks.append(
+            RunCheckpoints(CheckpointManager(tmp_path / "here"), [], None, None, path, complete_at, broken_off)
+        )
+    for each in ranks:
+        dataclasses.replace(each).agree(said)  # type: ignore
+    said.speaks = False
+    for each in ranks:
+        each.agree(said)  # type: ignore
+        assert (each.last, each.complete_at, each.broken_off) == (
+            tmp_path / agreed[0] if agreed[0] else None,
+            *agreed[1:],
+        )

@@ -81,14 +81,18 @@ class RunCheckpoints:
             self.broken_off = True
 
     def agree(self, ranks: TrainerRanks) -> None:
-        """Let all ranks know whether such a save failed on some. Collective."""
-        if any(ranks.values(self.broken_off)):
-            self.broken_off, self.complete_at = True, -1
+        """Let all ranks know the last checkpoint of any, and whether a save failed on some. Collective.
 
-    def join(self, folder: Path, last: str | None, complete_at: int) -> None:
-        """Go on with the checkpoints of a run that others have begun."""
-        self.manager.folder = folder.absolute()
-        self.last, self.complete_at = None if last is None else Path(last), complete_at
+        These facts do not go back with the state of the run: a save of an abandoned step may be complete on some ranks
+        only, and one that joins knows none. Saves are collective, so that all ranks have to skip the same ones.
+        """
+        last = "" if self.last is None else str(self.last)
+        found = ranks.values((self.goes_on, last, self.complete_at, self.broken_off))
+        # One in the run's folder is later than the one of another folder that the run has begun with.
+        _, last = max((goes_on, last) for goes_on, last, *_ in found)
+        self.last = Path(last) if last else None
+        self.broken_off = any(broken_off for *_, broken_off in found)
+        self.complete_at = -1 if self.broken_off else max(complete_at for _, _, complete_at, _ in found)
 
     def load(self, path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
         """Load a checkpoint that the manager has found; the caller sets `complete_at`, once it knows the step."""
