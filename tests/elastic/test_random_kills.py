@@ -72,7 +72,7 @@ def test_random_kills(run: Any, seed: int) -> None:
     options: dict[str, Any] = {"group": group, "every": every, "way": way, "name": name, "before": on}
     thorough.found.world = world
     with tempfile.TemporaryDirectory() as folder:
-        saves = folder if "save" in dict(kills.values()).values() else ""
+        saves = folder if "save" in [moment for _, moment in kills.values()] else ""
         outcomes = fresh.run(world, train, kills, pause=0.05, saves=saves, timeout=90, **options)
     with_machine = lost_with_machine(nodes[:world], kills)
     if way in HYBRIDS:  # of four ranks, two have the same shard of two replicas
