@@ -277,13 +277,13 @@ class Survival:
         began = time.monotonic()
         try:
             offers = self._job.join(self.reach, self._limit)
-            self._next = self._recovered(LostRankError("while it joined"), offers)
+            self._next, before = self._recovered(LostRankError("while it joined"), offers)
         except BaseException as error:
             self._job.report(self._job.own, f"failed to join, with {type(error).__name__}: {error}")
             self._end()
             raise
         self._joins = False
-        now = Survived(self._next, {}, dist.get_world_size(), time.monotonic() - began, (self._job.own,))
+        now = self._change(before, began)
         self.survived.append(now)
         print_immediately(
             f"[flatfsdp, rank {dist.get_rank()}] joins, as one of {now.ranks} ranks, with step {now.step}, after "
@@ -438,24 +438,31 @@ class Survival:
         """Go on without the lost ranks; and with those that join: for these alone if there is no `error`."""
         began, before = time.monotonic(), self._job.members
         try:
-            self._next = self._recovered(error)
+            self._next, _ = self._recovered(error)
         except FencedError:
             raise
         except LostRankError as last:
             found = f"from {latest[-1]}, the last checkpoint that" if latest else "from the beginning: no checkpoint"
             raise LostRankError(f"{last}. Start the job again {found} was saved or loaded here") from last
-        lost = {number: self._job.lost[number] for number in before if number not in self._job.members}
-        joined = tuple(number for number in self._job.members if number not in before)
-        now = Survived(self._next, lost, dist.get_world_size(), time.monotonic() - began, joined)
-        self.survived += [now] if lost or joined else []
+        now = self._change(before, began)
+        self.survived += [now] if now.lost or now.joined else []
         print_immediately(
             f"[flatfsdp, rank {dist.get_rank()}] goes on with {now.ranks} ranks from step {now.step}, "
             f"{now.seconds:.2f} s after {'others came' if error is None else type(error).__name__}"
         )
 
-    def _recovered(self, error: BaseException | None, offers: Mapping[int, str] | None = None) -> int:
+    def _change(self, before: Sequence[int], began: float) -> Survived:
+        """The change from the members `before` to those that are there now."""
+        self._job.learn()  # the list that others have made may lack one whose loss is not known here
+        lost = {number: self._job.lost[number] for number in before if number not in self._job.members}
+        joined = tuple(number for number in self._job.members if number not in before)
+        return Survived(self._next, lost, dist.get_world_size(), time.monotonic() - began, joined)
+
+    def _recovered(
+        self, error: BaseException | None, offers: Mapping[int, str] | None = None
+    ) -> tuple[int, Sequence[int]]:
         """Go on in the next epoch, or in this one, which has begun with those `offers`; returns the number of the next
-        step."""
+        step, and the members when the version of that step was taken."""
         seconds = CONNECTED
         while True:
             if self._refreshing is not None:
@@ -506,7 +513,7 @@ class Survival:
                 if isinstance(again, AgreementError):
                     raise LostRankError(str(again)) from again
                 raise
-            return number
+            return number, before
 
     def _move(self, number: int, lost: Sequence[int], rank_of: Mapping[int, int]) -> None:
         """Let the model move to the members of this epoch, in the state of the version of that number in `_kept`, which

@@ -178,6 +178,7 @@ def test_a_process_joins_when_another_is_lost_after_a_save(tmp_path: Path) -> No
         losses, digest, screen = outcome.result
         assert (losses, digest) == alone.result[:2]
         assert screen["joined"] == "rank 2 in step 3, 2 ranks from then on", screen
+        assert screen["survived"].startswith("the loss of rank 1 in step 3, "), screen  # one that joins knows, too
     assert [each.problem for each in checkpoint.listing(folder, named="step-*")] == [""] * 3
 
 
