@@ -289,8 +289,8 @@ def _signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
     ranks: list[Any] = []
     came: dict[int, float] = {}
 
-    def forward() -> None:
-        for process in ranks:
+    def forward(to: Sequence[Any]) -> None:
+        for process in to:
             process.terminate()  # SIGTERM: they ignore SIGINT, see `_spawned`
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -298,12 +298,12 @@ def _signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
             raise KeyboardInterrupt
         if not stop.value:
             stop.value = number
-            forward()
+            forward(ranks)
 
     def started(processes: Sequence[Any]) -> None:
         ranks.extend(processes)
         if stop.value:
-            forward()
+            forward(processes)  # to the others a second signal means to end at once
 
     with handled_by(note):
         yield started

@@ -134,6 +134,18 @@ def test_what_started_the_ranks_reports_which_signal_was_meant(capfd: pytest.Cap
     assert capfd.readouterr().err == "SIGINT: stopping after this step, saving\n"
 
 
+def test_what_is_started_after_a_request_to_stop_hears_of_it_alone() -> None:
+    signals: list[int] = []
+    first, second = (SimpleNamespace(terminate=lambda number=number: signals.append(number)) for number in (0, 1))
+    stop = SimpleNamespace(value=0)
+    with launch._signals_forwarded(stop) as started:
+        started([first])
+        signal.raise_signal(signal.SIGTERM)
+        assert signals == [0] and stop.value == signal.SIGTERM
+        started([second])
+    assert signals == [0, 1]
+
+
 def test_a_program_requests_and_a_signal_goes_first() -> None:
     stop = StopRequest()
     stop.request()
