@@ -109,8 +109,8 @@ def start(
 
 
 def has_begun(store: Any) -> bool:
-    """Whether a job takes the steps of its `survive`, so that processes that call `start` now join it; for a program
-    that starts lost ranks again. Not collective.
+    """Whether a job has come to the steps of its `survive`, so that processes that call `start` from now on join it, or
+    are refused when it has ended; for a program that starts lost ranks again. Not collective.
 
     Args:
         store: the client, or the server, of the store of that job.

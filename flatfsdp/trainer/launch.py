@@ -214,8 +214,8 @@ class _Process(NamedTuple):
 
 
 def _outlive(ranks: Any, again: Callable[[int], _Process | None]) -> bool:
-    """Wait until all have ended, and report each that was lost, and start it `again`, if that returns a process.
-    Returns whether any has come to its end."""
+    """Wait until all have ended, and report each that was lost, and start it `again`, if that returns a process, unless
+    the job is lost or has refused it. Returns whether any has come to its end."""
     print_line(f"processes of the ranks: {' '.join(map(str, ranks.pids()))}")
     both = zip(ranks.processes, ranks.error_files, strict=True)
     running = {process.sentinel: _Process(rank, process, file) for rank, (process, file) in enumerate(both)}
@@ -230,10 +230,11 @@ def _outlive(ranks: Any, again: Callable[[int], _Process | None]) -> bool:
             code = process.exitcode
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             report = _read_report(file).strip()
+            hopeless = _HOPELESS.search(report.rpartition(_HEADER)[2])  # the last exception, not what it came from
             if found := _OF_ANOTHER.search(report):
                 report = found[0]
             print_line("\n".join([f"rank {rank} (process {process.pid}) has ended: {how}", *filter(None, [report])]))
-            if running and not ended_well and (made := again(rank)) is not None:
+            if running and not (ended_well or hopeless) and (made := again(rank)) is not None:
                 running[made.process.sentinel] = made
         for rank, process, _ in running.values() if ended_well else ():
             if state_of(process.pid) == "T":
@@ -271,6 +272,11 @@ def _read_report(file: str) -> str:
 _OF_ANOTHER = re.compile(
     r"^flatfsdp\.errors\.((Agreement|LostRank)Error: |UsageError: cannot join).*\Z", re.MULTILINE | re.DOTALL
 )
+
+
+_HEADER = "Traceback (most recent call last):\n"
+# The last exception of a rank that another in its place would end with, too: the job is lost, or refuses it.
+_HOPELESS = re.compile(r"^flatfsdp\.errors\.(LostRankError: |UsageError: cannot join)", re.MULTILINE)
 
 
 def _end(processes: Sequence[Any]) -> None:

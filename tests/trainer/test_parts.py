@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pickle
 import re
 import signal
 import subprocess
@@ -144,6 +146,41 @@ def test_what_is_started_after_a_request_to_stop_hears_of_it_alone() -> None:
         assert signals == [0] and stop.value == signal.SIGTERM
         started([second])
     assert signals == [0, 1]
+
+
+LOST = "flatfsdp.errors.LostRankError: rank 1, which has ended"
+AGAIN = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "restarted"),
+    [
+        ([LOST], False),
+        (["ValueError: 1", LOST], False),
+        (["flatfsdp.errors.UsageError: cannot join: the job has ended"], False),
+        ([LOST, "flatfsdp.errors.FencedError: the others go on"], True),
+        (["ValueError: out of luck"], True),
+        ([], True),
+    ],
+)
+def test_a_rank_is_not_started_again_for_a_job_that_is_lost(errors: list[str], restarted: bool, tmp_path: Path) -> None:
+    report = AGAIN.join(f"Traceback (most recent call last):\n  File\n{each}" for each in errors)
+    (tmp_path / "report").write_bytes(pickle.dumps(report))
+    ends = [os.pipe(), os.pipe()]  # a sentinel is ready when the other end is closed
+    processes = [
+        SimpleNamespace(sentinel=own, pid=number, exitcode=1 - number, join=lambda: None)
+        for number, (own, _) in enumerate(ends)
+    ]
+    os.close(ends[0][1])
+    ending = threading.Timer(0.2, os.close, (ends[1][1],))
+    ending.start()
+    ranks = SimpleNamespace(processes=processes, error_files=[str(tmp_path / "report"), ""], pids=lambda: [0, 1])
+    asked: list[int] = []
+    assert launch._outlive(ranks, lambda rank: asked.append(rank))  # type: ignore
+    assert asked == [0] * restarted
+    ending.join()
+    for own, _ in ends:
+        os.close(own)
 
 
 def test_a_program_requests_and_a_signal_goes_first() -> None:
