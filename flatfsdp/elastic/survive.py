@@ -111,7 +111,8 @@ def survive(
         `Step`: to be entered by `with`.
 
     Raises:
-        ConfigTypeError, ConfigValueError: an argument is not accepted.
+        ConfigTypeError, ConfigValueError: an argument is not accepted; or the store of the process group is not a
+            TCPStore.
         UsageError: a rank serves the store of the process group, so that its loss would be that of the job; or the
             model is not sharded over all ranks.
         LostRankError: on all survivors, with the name of the last checkpoint: two ranks of one group are lost, one of

@@ -382,7 +382,9 @@ class ElasticArguments(Settings):
     least_ranks: Count = setting(1, "end the run when fewer ranks are left")
     lost_after: Positive = setting(60.0, "seconds without a sign of life after which a rank counts as lost")
     restarts: Whole = setting(
-        0, "how many lost ranks the command starts again, all together; they join the others between two steps"
+        0,
+        "how many lost ranks the command starts again, all together, of those that it has started; they join the "
+        "others between two steps",
     )
 
     def __post_init__(self) -> None:

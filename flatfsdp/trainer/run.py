@@ -146,7 +146,7 @@ class TrainingResult:
         checkpoint: the last saved one, by this run or the one that it resumed from.
         footprint: this rank's bytes.
         communication: kind of collective to (calls, bytes) of this rank in one of its steps.
-        survived: the losses of ranks that the run has survived, with numbers of steps from 1.
+        survived: the losses of ranks that the run has survived, and the joins, with numbers of steps from 1.
     """
 
     steps: int
@@ -371,7 +371,7 @@ class Run:
             self.scheduler.follow(steps=self.planned_steps(), done=self.scheduler.done)
 
     def leave_ranks(self) -> None:
-        """End what refers to the present ranks: some are lost, and the model is about to move to the others."""
+        """End what refers to the present ranks: some are lost, or join, and the model is about to move."""
         with suppress(RuntimeError):  # of samples that were on their way
             self.loader.close()
         if self.audit is not None:
