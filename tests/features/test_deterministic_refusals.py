@@ -304,6 +304,18 @@ MODELS["bf16 sums"] = (
     INPUT,
     "reduce_dtype=torch.float32",
 )
+MODELS["batch norm"] = (
+    model_of(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))),
+    {},
+    INPUT,
+    "updates statistics",
+)
+MODELS["instance norm"] = (
+    model_of(lambda: nn.Sequential(nn.Linear(5, 5), nn.InstanceNorm1d(2, track_running_stats=True))),
+    {},
+    INPUT,
+    "updates statistics",
+)
 MODELS["synchronized batch norm"] = (
     model_of(lambda: nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4, track_running_stats=False))),
     {},

@@ -21,7 +21,7 @@ def drawn(exponent: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return (values * 10.0 ** (exponent + 4 * torch.rand(70_001, generator=generator))).to(dtype)
 
 
-@pytest.mark.parametrize("p", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("p", [0, 1, 2, 3, 4, 20, 100])
 @pytest.mark.parametrize("exponent", [-30, 0, 30])
 def test_any_order_and_any_parts(p: int, exponent: int) -> None:
     values = drawn(exponent)
@@ -53,7 +53,21 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, exact, rtol=1e-13, atol=0.0)
 
 
-@pytest.mark.parametrize("largest", [0.0, 1e-320, 1e-45, 0.75, 1.0, 3e38, 1.7e308])
-def test_scales_are_powers_of_two(largest: float) -> None:
+@pytest.mark.parametrize("largest", [1e-300, 1e-45, 0.75, 1.0, 3.1, 3e38, 1.7e308])
+def test_the_largest_becomes_one(largest: float) -> None:
+    """So a norm of a high order does not lose it."""
     scale = scale_for(torch.tensor(largest, dtype=torch.float64))
-    assert float(torch.frexp(scale).mantissa) == 0.5 and largest * float(scale) < 1.0
+    assert abs(largest * float(scale) - 1.0) < 1e-14
+    found = value_of(sum_of_powers([torch.tensor([largest, -largest], dtype=torch.float64)], 100, scale))
+    assert float(found ** (1 / 100) / scale) == pytest.approx(largest * 2 ** (1 / 100), rel=1e-12)
+
+
+def test_zeros_have_no_norm() -> None:
+    scale = scale_for(torch.zeros(()))
+    assert not sum_of_powers([torch.zeros(3)], 2, scale).any()
+
+
+def test_a_model_of_a_trillion_parameters_is_added_up() -> None:
+    """Digits of a rank, as often as ranks have such ones: equal elements are the largest digits."""
+    digits = sum_of_powers([torch.ones(2**10)], 2, scale_for(torch.ones(())))
+    assert float(value_of(digits * 2**30)) == 2.0**40

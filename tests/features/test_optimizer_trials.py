@@ -103,6 +103,16 @@ def test_what_is_not_element_wise_is_refused_on_parts(cls: Any) -> None:
             assert not optimizer.state and optimizer.count == 0
 
 
+def test_a_warm_up_hides_nothing() -> None:
+    """With a learning rate of 0 no parameter moves."""
+    with fake_world(2):
+        _model, optimizer = wrapped(Trusting)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        with pytest.raises(UsageError, match="Trusting is not element-wise"):
+            optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 0
+
+
 @pytest.mark.parametrize("cls", NORMS)
 def test_it_may_step_on_whole_parameters(cls: Any) -> None:
     with fake_world(1):

@@ -1,4 +1,4 @@
-"""The actions of a backward, event by event, as values: what the driver executes, without torch."""
+"""The actions of a backward, event by event, as values: what is executed, without torch."""
 
 from __future__ import annotations
 

@@ -72,9 +72,13 @@ class SumTree:
     def add_up(self, block: Block, terms: Mapping[Block, torch.Tensor], output: torch.Tensor) -> None:
         """Write the sum of those of `terms` that are parts of `block`, and all of it, to `output`, which may be one of
         them: no other is written to."""
-        is_term = any(term.data_ptr() == output.data_ptr() for term in terms.values())
-        into = torch.empty_like(output) if is_term and len(terms) > 2 else output  # two are read as they are written
-        total = self._sum(block, terms, into)
+        total = terms.get(block)
+        if total is None:
+            is_term = any(term.data_ptr() == output.data_ptr() for term in terms.values())
+            into = (
+                torch.empty_like(output) if is_term and len(terms) > 2 else output
+            )  # two are read as they are written
+            total = self._sum(block, terms, into)
         if total.data_ptr() != output.data_ptr():
             output.copy_(total)
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -298,7 +297,7 @@ class Audit:
             found.append(self._run_again(model, chosen.get(ranks[(here + distance) % world], 0), of))
             if distance == 1:
                 with model.agreement.collective_call("the comparison of an audit", always=True):
-                    digests = [hash63(str(sorted(filter(itemgetter(1), each.items())))) for each in found]
+                    digests = [hash63(str(sorted(each.items()))) for each in found]
                     sums = peers.numbers_of_ranks(*digests, int(lacks))
                 if unseen := [rank for rank in ranks if sums[rank][2]]:
                     raise UsageError(
@@ -308,7 +307,6 @@ class Audit:
                 pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
                 if all(sums[rank][1] == sums[owner][0] for rank, owner in pairs if owner in chosen):
                     return
-        found = [{name: value for name, value in each.items() if value} for each in found]
         every = [*all_or_none(peers.axes, lambda: found, doing=COMPARES).values()]
         problems = []
         for index, rank in enumerate(ranks):

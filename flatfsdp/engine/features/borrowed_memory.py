@@ -34,6 +34,8 @@ class BorrowedBuffer(FlatBuffer):
 
     def allocate(self) -> None:
         unit = self._unit()
+        if not self.allocated:
+            self._owner = None  # of memory that somebody else has taken over since
         if self.allocated or not self.borrows or unit is None or not _is_last(unit):
             super().allocate()
             return

@@ -43,6 +43,9 @@ def kernels_of(device: Device) -> str:
     )
 
 
+NORMS: Any = torch.nn.InstanceNorm1d.mro()[2]  # the base of batch and instance norms, which has no public name
+
+
 @lru_cache(maxsize=1)
 def _processor() -> str:
     """The model of this machine's processor, as far as the system names it."""
@@ -96,7 +99,12 @@ def _check_unit(unit: Unit, *, alone: bool) -> None:
             problem = f"accumulate_dtype is {precision.accumulate}, expected that of the sum, {precision.reduce}"
     for entry in unit.entries:
         for name, module in entry.named_modules():
-            if isinstance(module, torch.nn.SyncBatchNorm):
+            if isinstance(module, NORMS) and module.track_running_stats:
+                problem = (
+                    f"{name or type(module).__name__} updates statistics of the batches that its rank has seen, which "
+                    "are others on another number of ranks. Use GroupNorm or LayerNorm, or track_running_stats=False"
+                )
+            elif isinstance(module, torch.nn.SyncBatchNorm):
                 problem = (
                     f"{name or type(module).__name__} normalizes a batch of all ranks, so a microbatch has other "
                     "outputs on another number of ranks. Use GroupNorm or LayerNorm"
@@ -138,7 +146,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 class WrittenBuffers(Observer):
     """Refuses forwards that write to buffers: these would follow from the microbatches of one rank.
 
-    The first forward may fill caches. It looks at the second one, and then leaves.
+    The first forward may fill caches. It looks at the second one, and then leaves: what begins later is known only of
+    norms (`check_units`).
     """
 
     def __init__(self) -> None:

@@ -50,6 +50,7 @@ class DeterministicSums(Observer):
         self._backward: weakref.ref[Any] = weakref.ref(self)  # the last one that was seen
         self._partial: list[tuple[Unit, Resolved, Resolved]] = []
         self._has_reduced = False  # whether the last backward has
+        self._checked_version = 0  # of the options; a program may go on after an error
         self._threads = 0  # on which this rank computes
         optimizer_hooks.looking.add(self)
 
@@ -73,7 +74,10 @@ class DeterministicSums(Observer):
             grads.carried = BlockSums(grads.handle, self.ledger, grads.reuse)
 
     def options_changed(self) -> None:
-        check_options(self._model.setup.units)
+        setup = self._model.setup
+        self._checked_version = -1
+        check_options(setup.units)
+        self._checked_version = setup.version
 
     # -- a backward --------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,8 @@ class DeterministicSums(Observer):
     def _begin(self, microbatch: Microbatch | None, *, reduces: bool) -> None:
         """A backward begins; None: it only reduces."""
         ledger = self.ledger
-        self.options_changed()  # they are refused there, but a program may go on
+        if self._model.setup.version != self._checked_version:
+            self.options_changed()
         self._restore()
         if ledger.step is not None and ledger.step.is_complete:
             self.check_complete("a backward of the next step")

@@ -1,10 +1,10 @@
 """Sums of powers of gradients that have the same bits on any number of ranks.
 
 [Note: exact sums] A sum of floating-point numbers depends on its order, one of whole numbers does not. So magnitudes
-are divided by a power of two above the largest one, which all ranks know; each power, which is then below 1, is cut off
-behind `DIGITS` digits of `BITS` bits; and digits are added up by themselves: in float64 as long as that is exact, then
-as whole numbers. What is cut off of an element is less than 2^-60 of the largest power. So nobody has to know where
-shards end, which rank has which elements, or how modules are wrapped.
+are divided by the largest one, which all ranks know; each power, which is then at most 1, is cut off behind `DIGITS`
+digits of `BITS` bits; and digits are added up by themselves: in float64 as long as that is exact, then as whole
+numbers. What is cut off of an element is less than 2^-60 of the largest power. So nobody has to know where shards end,
+which rank has which elements, or how modules are wrapped.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import torch
 
 from ..base import _torch
 
-DIGITS, BITS = 2, 30
+DIGITS, BITS = 3, 20
 IN_CACHES, TOGETHER = 2**16, 2**22  # elements that are added up at once: on a CPU; elsewhere, exactly in float64
 
 
 def scale_for(largest: torch.Tensor) -> torch.Tensor:
-    """The power of two that makes magnitudes of at most `largest`, which is finite, less than 1; a float64 scalar."""
-    bound = largest.double().clamp(min=2.0**-1000)
-    return torch.frexp(bound).mantissa / bound
+    """The factor, a float64 scalar, by which `largest`, which is finite, becomes 1, and no smaller magnitude more."""
+    return 1.0 / largest.double().clamp(min=2.0**-1000)
 
 
 def sum_of_powers(tensors: Iterable[torch.Tensor], p: int, scale: torch.Tensor) -> torch.Tensor:
     """The digits of the sum of |scale * v|^p over all elements v of `tensors`, none of them above 1; for p = 0 those of
-    the number of non-zeros. int64 of shape (DIGITS,), on the device of `scale`, for fewer than 2^33 elements on all
+    the number of non-zeros. int64 of shape (DIGITS,), on the device of `scale`, for fewer than 2^43 elements on all
     ranks: digits of different ranks are added up as they are."""
     total = torch.zeros(DIGITS, dtype=torch.int64, device=scale.device)
     tensors = [*tensors]
@@ -52,14 +51,20 @@ def value_of(digits: torch.Tensor) -> torch.Tensor:
     return (digits.double() * digits.new_tensor(places, dtype=torch.float64)).sum()
 
 
+def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, dense, or the magnitudes of its elements if they are complex."""
+    dense = (tensor.to_dense() if tensor.is_sparse else tensor).detach()
+    if not dense.is_complex():
+        return dense
+    real, imaginary = dense.real.double(), dense.imag.double()
+    return (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
+
+
 def _together(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
     """The elements of `tensors`, 1-D, in groups of at most so many; magnitudes of complex ones."""
     group, room = list[torch.Tensor](), most
     for tensor in tensors:
-        left = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1)
-        if left.is_complex():
-            real, imaginary = left.real.double(), left.imag.double()
-            left = (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
+        left = magnitudes(tensor).reshape(-1)
         while left.numel():
             group.append(left[:room])
             left, room = left[room:], room - group[-1].numel()

@@ -364,6 +364,11 @@ def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[Slot]:
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
             if unit is None:
+                if registry.is_orphan(parameter):
+                    raise UsageError(
+                        f"{call}: param group {number} of the optimizer holds a flat parameter that no model computes "
+                        "with, in which there are no matrices. Build the optimizer from the wrapped model's parameters"
+                    )
                 continue
             places = [
                 (kind, index)

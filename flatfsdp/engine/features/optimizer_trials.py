@@ -151,6 +151,9 @@ def _stepped(
     state: Any = defaultdict(dict, copy.deepcopy(shared))
     clone = copy_over(optimizer, {**stand_ins, id(parameter): made[0][0]}, state)
     of_it = [any(each is parameter for each in group["params"]) for group in optimizer.param_groups]
+    for group in clone.param_groups:
+        if "lr" in group and not group["lr"]:  # as at the beginning of a warm-up: nothing would move
+            group["lr"] = group["lr"] + 0.01
     with torch.compiler.set_stance("force_eager"):
         for step in range(1, len(buckets[0][0])):
             of_buckets = []

@@ -35,6 +35,8 @@ from .reduction import Carried, ReductionInput, release_inputs
 from .states import UNSHARDED
 from .views import ParamViews
 
+_FREE = methodcaller("free")
+
 
 class Gradients:
     """All gradient state of one handle.
@@ -289,7 +291,7 @@ class Gradients:
             handle,
             buffer,
             slots.segments,
-            FlatBuffer.disown if self._hooked else return_buffer or methodcaller("free"),
+            FlatBuffer.disown if self._hooked else return_buffer or _FREE,
             shares_unsharded_buffer=return_buffer is not None,
             scale=self._factor_of_sum if completes else 1.0,
             earlier=None if self.reducing else kept.partial,

@@ -259,7 +259,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     else:
         groups = [group for group in groups if _writes_unnoticed(optimizer, group)]
         with_grads = [p for group in groups for p in group["params"] if p.grad is not None]
-        stepped = [p for p in with_grads if registry.owner_of(p) is not None]
+        stepped = [p for p in with_grads if registry.owner_of(p) is not None or registry.is_orphan(p)]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
     for of_follower in [*following]:

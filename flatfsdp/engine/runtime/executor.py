@@ -24,7 +24,7 @@ class Executor:
 
     Attributes:
         ahead: units to gather in this forward before their use, or gathered on a user's request; if they were sharded.
-        has_freed: whether a unit was freed since the running, or last, forward began: its backward gathers it again.
+        has_freed: whether a unit was freed since the running, or last, forward began.
     """
 
     def __init__(self, coalescer: UnitCollectives, agreement: Peers) -> None:

@@ -18,7 +18,8 @@ U = TypeVar("U")
 #   retain              free, except for the part that is kept for the backward
 #   leave               leave them unsharded between forward and backward
 # In backwards:
-#   wait                a gradient flows into the last of these units: wait for their gathers
+#   wait                a gradient flows into a unit: wait for the gathers of these, which are it and its owners, as far
+#                       as they are unsharded
 #   participate         provide gradients: zeros where this backward computes none
 #   complete            stop awaiting gradients
 #   reduce              issue the reduction

@@ -1,8 +1,9 @@
 """The schedule of one backward, which decides what to gather, complete, reduce and free: events in, actions out.
 
-The driver reports events and executes the actions that they return, in order ([Note: actions]). What the schedule must
-know of units it asks functions that it was given (`UnitFacts`), one of which first collects the gradients that have
-arrived. It has one effect elsewhere: in the record units count as having graphs when their gradients are expected.
+The driver reports events, and `runtime/executor.py` executes what they return, in order ([Note: actions]). What the
+schedule must know of units it asks functions that it was given (`UnitFacts`), one of which first collects the gradients
+that have arrived. It has one effect elsewhere: in the record units count as having graphs when their gradients are
+expected.
 
 [Note: one clock] The record of the forward gives every unit two ticks of one clock, which a backward runs down: its
 gather is due at the tick when it last ended, its reduction at the tick when it first began. Two cursors move over the

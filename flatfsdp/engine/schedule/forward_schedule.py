@@ -1,7 +1,7 @@
 """The forwards of one model: what each gathers, frees and leaves unsharded, and the record, by unit and time, of those
 that one backward may cover; pure.
 
-The driver reports events and executes the actions that they return, in order ([Note: actions]).
+The driver reports events, and `runtime/executor.py` executes what they return, in order ([Note: actions]).
 
 [Note: forward order] All ranks enter the same units in one order, which is compared when they gather. When a unit is
 entered, the owners of its tied parameters are gathered, then the unit together with small units that followed it in the

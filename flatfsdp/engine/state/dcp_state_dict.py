@@ -17,7 +17,6 @@ from torch import nn
 
 from ...api import HYBRIDS
 from ..base.fqns import WRAPPED, clean, fqn
-from ..models.param_registry import is_orphan, owner_of
 from ..models.walks import units_in
 
 MODULE = "torch.distributed.checkpoint.state_dict"
@@ -133,7 +132,7 @@ def _names_of(torchs_own: Callable[..., set[str]]) -> Callable[..., set[str]]:
     def names_of(model: Any, name: str, *args: Any, **kwargs: Any) -> set[str]:
         path, _, last = name.rpartition(".")
         flat = getattr(model.get_submodule(path), last, None) if last.startswith("_flat_param") else None
-        if flat is None or (owner_of(flat) is None and not is_orphan(flat)):
+        if flat is None or not hasattr(flat, "_fqns"):  # an original parameter may have such a name
             found = torchs_own(model, name, *args, **kwargs)
             return {".".join(part for part in each.split(".") if part != WRAPPED) for each in found}
         prefix = f"{clean(path)}." if clean(path) else ""

@@ -33,7 +33,7 @@ from ..base.fqns import clean, fqn
 from ..base.overrides import is_memoryless
 from ..dtensor.gather_hooks import has_gather_hooks, inner_of
 from ..flat.param_refs import ParamRef
-from ..models.param_registry import owner_of
+from ..models.param_registry import is_orphan, owner_of
 from ..models.walks import units_in
 from ..runtime.unit import Unit
 from ..transforms.extensions import marks_of
@@ -222,7 +222,7 @@ def _held_in(
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if owner_of(parameter) is None:
+            if owner_of(parameter) is None and not is_orphan(parameter):
                 own = not (each in ignored_modules or id(parameter) in ignored)
                 yield _Held(f"{path}{name}", "" if own else _IGNORED, parameter, _extents_of(parameter), own)
         for name, buffer in values["_buffers"].items():
