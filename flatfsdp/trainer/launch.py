@@ -170,7 +170,7 @@ def run(
     shared = (store.port, code, stop, job, placement, arguments, outlives)
     processes: list[Any] = []
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # hides that the other ranks end, too
-    with _signals_forwarded(stop) as started:
+    with signals_forwarded(stop) as started:
 
         def spawn(first: int, count: int) -> Any:
             # New processes ignore SIGINT while they import; for this process it stays pending.
@@ -194,7 +194,7 @@ def run(
 
         try:
             ranks = spawn(0, placement.ranks)
-            if not outlives or not _outlive(ranks, again):
+            if not outlives or not outlive(ranks, again):
                 _join(ranks)
         except mp.ProcessExitedException:
             if not stop.value:
@@ -213,7 +213,7 @@ class _Process(NamedTuple):
     report: str
 
 
-def _outlive(ranks: Any, again: Callable[[int], _Process | None]) -> bool:
+def outlive(ranks: Any, again: Callable[[int], _Process | None]) -> bool:
     """Wait until all have ended, and report each that was lost, and start it `again`, if that returns a process, unless
     the job is lost or has refused it. Returns whether any has come to its end."""
     print_line(f"processes of the ranks: {' '.join(map(str, ranks.pids()))}")
@@ -289,7 +289,7 @@ def _end(processes: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
+def signals_forwarded(stop: Any) -> Iterator[Callable[[Sequence[Any]], None]]:
     """A context that forwards the first signal of this process to the ranks that it has started, and stores its number
     in `stop`, which they share ([Note: stopping]). It yields a function, to be called with their processes."""
     ranks: list[Any] = []

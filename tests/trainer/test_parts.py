@@ -140,7 +140,7 @@ def test_what_is_started_after_a_request_to_stop_hears_of_it_alone() -> None:
     signals: list[int] = []
     first, second = (SimpleNamespace(terminate=lambda number=number: signals.append(number)) for number in (0, 1))
     stop = SimpleNamespace(value=0)
-    with launch._signals_forwarded(stop) as started:
+    with launch.signals_forwarded(stop) as started:
         started([first])
         signal.raise_signal(signal.SIGTERM)
         assert signals == [0] and stop.value == signal.SIGTERM
@@ -176,7 +176,7 @@ def test_a_rank_is_not_started_again_for_a_job_that_is_lost(errors: list[str], r
     ending.start()
     ranks = SimpleNamespace(processes=processes, error_files=[str(tmp_path / "report"), ""], pids=lambda: [0, 1])
     asked: list[int] = []
-    assert launch._outlive(ranks, lambda rank: asked.append(rank))  # type: ignore
+    assert launch.outlive(ranks, lambda rank: asked.append(rank))  # type: ignore
     assert asked == [0] * restarted
     ending.join()
     for own, _ in ends:
@@ -465,15 +465,15 @@ print(stop.number)
     assert output_with("lives") == ("15\n", "SIGTERM: stopping after this step, saving\n")
 
 
-class Said:
-    """The ranks of a fake world: what each says, and what all of them hear."""
+class FakeRanks:
+    """The ranks of a fake world, one after the other: once `adds` is False, each gets the values of all."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
-        self.speaks = True
+        self.adds = True
 
     def values(self, value: Any) -> list[Any]:
-        self.all += [value] * self.speaks
+        self.all += [value] * self.adds
         return self.all
 
 
@@ -488,17 +488,15 @@ class Said:
 )
 def test_ranks_agree_on_the_last_checkpoint(states: Any, agreed: Any, tmp_path: Path) -> None:
     """The last of them knows of none, as one that joins."""
-    ranks, said = [], Said()
+    runs, ranks = [], FakeRanks()
     for last, complete_at, broken_off in states:
         path = tmp_path / last if last else None
-        ranks.append(
-            RunCheckpoints(CheckpointManager(tmp_path / "here"), [], None, None, path, complete_at, broken_off)
-        )
-    for each in ranks:
-        dataclasses.replace(each).agree(said)  # type: ignore
-    said.speaks = False
-    for each in ranks:
-        each.agree(said)  # type: ignore
+        runs.append(RunCheckpoints(CheckpointManager(tmp_path / "here"), [], None, None, path, complete_at, broken_off))
+    for each in runs:
+        dataclasses.replace(each).agree(ranks)  # type: ignore
+    ranks.adds = False
+    for each in runs:
+        each.agree(ranks)  # type: ignore
         assert (each.last, each.complete_at, each.broken_off) == (
             tmp_path / agreed[0] if agreed[0] else None,
             *agreed[1:],
