@@ -70,9 +70,9 @@ def leave_undefined(module: nn.Module) -> None:
 def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_second() -> None:
     """Counted in calls, of which a slow machine makes two million in a second; the rest is the pages of the shard.
 
-    torch 2.13 makes 381,000 of them: 6,660 are the walk over all modules of a guard that is attached at lazy init
-    (fast paths), as many look for a parameter on an accelerator, and others are the two objects for each parameter, the
-    shard and the leaf, with a hook."""
+    torch 2.13 makes 385,500 of them: 6,660 are the walk over all modules of a guard that is attached at lazy init
+    (fast paths), as many look for a parameter on an accelerator, 2,900 ask whether a parameter is a flat one that its
+    model has lost, and others are the two objects for each parameter, the shard and the leaf, with a hook."""
     with torch.device("meta"):
         model = Decoder().bfloat16()
     made: list[FullyShardedDataParallel] = []
@@ -91,7 +91,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks_are_wrapped_within_a_sec
 
     inspect.forget_kept_memory()
     with fake_world(1024, rank=512):
-        assert calls_of(wrap) < 385_000
+        assert calls_of(wrap) < 388_000
         (wrapped,) = made
         layouts = [each.layout for each in inspect.flat_params(wrapped)]
         assert sum(spec.numel for layout in layouts for spec in layout.params) == 70_553_706_496
