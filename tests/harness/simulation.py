@@ -443,6 +443,7 @@ class SimulatedRank:
         self._place = {unit: place for place, unit in enumerate(program.units)}
         self.gathered: list[str] = []
         self.reduced: list[str] = []
+        self._complete: set[str] = set()  # units whose gradients are complete; `completed` is what the schedule says
         self.lacking, self.absent = 0, -1
         self.has_backward = False
         self._schedule_class = schedule_class
@@ -893,6 +894,7 @@ class SimulatedRank:
         if self._leaves(unit) and unit not in self.completed and not self._missing[unit]:
             if self._arrived_inside.get(unit) and self._awaits_more(unit):
                 return
+            self._complete.add(unit)
             self._execute(self.schedule.completes(unit, in_use=self._is_in_use(unit)))
         elif not self._is_in_use(unit) and (unit in self.completed or not self._leaves(unit) or not self.brings):
             self._execute(self.schedule.left(unit))
@@ -925,6 +927,10 @@ class SimulatedRank:
                     self._wait(unit)
             elif verb == "participate":
                 self._await_gradients(units[0])
+            elif verb == "complete":
+                if units[0] in self._complete:
+                    raise Problem(f"{units[0]} is completed with zeros, and its gradients were complete")
+                self._complete.add(units[0])
             elif verb == "reduce":
                 self.reduce(units)
             elif verb == "release inputs" or (verb == "end turn" and self.rng.random() < 0.2):  # memory is highest then
@@ -1014,6 +1020,8 @@ class SimulatedRank:
         return bool(leaves)
 
     def reduce(self, units: Sequence[str]) -> None:
+        if early := [unit for unit in units if unit not in self._complete]:
+            raise Problem(f"{early} are reduced, and their gradients are not complete")
         while len(self._in_flight) > 1:
             self._trace.append("await", (REDUCTIONS, self._in_flight.pop(0)))
         self._in_flight.append(self._trace.issue(REDUCTIONS, *units))
