@@ -36,7 +36,7 @@ def matrices_of(layout: FlatLayout, drawn: random.Random, replicas: int) -> list
             within = Span(0, size).shift(number * size)
             asked = drawn.choice([None, None, drawn.randrange(layout.world * replicas)])
             parts = parts_of(layout, index, within)
-            found.append(Matrix(f"{spec.name}.{number}", shape, parts, prod(shape) ** 2, asked, drawn.randint(0, 1)))
+            found.append(Matrix(f"{spec.name}.{number}", shape, parts, prod(shape) ** 2, asked))
     return found
 
 
@@ -50,7 +50,6 @@ def test_lists_of_what_ranks_send_fit_together_and_have_the_stated_sums(seed: in
         made = OwnerPlan.of(matrices, world=world, replicas=replicas, bucket=drawn.choice([1, 20, 1000]))
         sent, returned, copied, calls = ([0] * len(members) for _ in range(4))
         for bucket in made.buckets:
-            assert len({matrices[index].kind for index in bucket}) == 1
             outgoing = [made.outgoing(bucket, member) for member in members]
             incoming = [made.incoming(bucket, member) for member in members]
             for source in members:

@@ -196,8 +196,7 @@ class MatrixExchange:
 
         Raises:
             UsageError: on all ranks: only some of the ranks that have elements of a matrix have a gradient, or have
-                state of their parts; a rank that is not the owner has state of all of it; a gradient of another dtype;
-                state of a part that does not have the shape of it.
+                state of their parts; a gradient of another dtype; state of a part that does not have the shape of it.
         """
         flags = torch.tensor([self._flag(i, work) for i in range(len(self.entries))], dtype=torch.uint8)
         found = gather_now(self.transport, flags.to(self.transport.device.device))
@@ -222,21 +221,17 @@ class MatrixExchange:
                     f"{self.entries[index].slot.parameter.dtype}, as the parameter is. Use matrix_steps without "
                     "keep_low_precision_grads=True"
                 )
-            all_of_it, parts, others = (
-                [member for member, flag in enumerate(of_members) if flag & kind]
-                for kind in (WITH_STATE, IN_PARTS, OTHER_STATE)
+            parts, others = (
+                [member for member, flag in enumerate(of_members) if flag & kind] for kind in (IN_PARTS, OTHER_STATE)
             )
-            ours, owner = {*having, *lacking}, self.plan.owners[index]
-            fits = not all_of_it if parts else all_of_it in ([], [owner])
-            if others or not fits or (parts and not ours <= {*parts}):
-                without = sorted(ours.difference(all_of_it, parts, others))
-                of_kinds = {"all of it": all_of_it, "its part": parts, "another shape": others, "nothing": without}
+            without = sorted({*having, *lacking}.difference(parts, others))
+            if others or (parts and without):
+                of_kinds = {"its part": parts, "another shape": others, "no part": without}
                 found_states = "; ".join(f"{self._named(each)} of {kind}" for kind, each in of_kinds.items() if each)
                 raise UsageError(
-                    f"matrix_steps: ranks with elements of {name} have optimizer state of their parts of it, or its "
-                    f"owner, {self._named([owner])}, of all of it; found: {found_states}. Load by name "
-                    "(optim_state_dict_to_load() of the wrapper, or checkpoint.load) on all ranks, or pass the owners "
-                    "with which it was made as owners="
+                    f"matrix_steps: if one rank has optimizer state of its part of {name}, all with elements of it "
+                    f"must; found: {found_states}. Load by name (optim_state_dict_to_load() of the wrapper, or "
+                    "checkpoint.load) on all ranks"
                 )
             in_parts = in_parts or bool(parts)
             if having:

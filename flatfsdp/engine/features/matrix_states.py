@@ -26,13 +26,8 @@ States = dict[Any, State]
 
 
 class WholeState(State):
-    """The state of a whole matrix, at its owner."""
+    """The state of a whole matrix, at its owner. State dicts have none: states are in parts there."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WholeState, (dict(self),)  # as `torch.load(weights_only=True)` can read it
-
-
-torch.serialization.add_safe_globals([WholeState])
 
 EXPERTS = "experts"  # the key of the states of a parameter's matrices, by number, if it has several
 
@@ -63,18 +58,7 @@ def form_of(states: Mapping[Any, State], entry: Entry) -> int:
         return 0
     if entry.seen.expert is not None and EXPERTS in state:
         return WITH_STATE if entry.seen.expert in state[EXPERTS] else 0
-    if isinstance(state, WholeState):
-        return WITH_STATE
-    if entry.seen.expert is not None:
-        return IN_PARTS
-    # It was loaded: by name, so that this rank has its part; or by the optimizer, from a state dict of this rank.
-    local = tuple(entry.slot.handle.face.local_of(entry.slot.parameter).shape)
-    for value in state.values():
-        if _dtensor.is_dtensor(value) or isinstance(value, KeptWhole):
-            return IN_PARTS
-        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == local != entry.seen.shape:
-            return IN_PARTS
-    return WITH_STATE
+    return WITH_STATE if isinstance(state, WholeState) else IN_PARTS
 
 
 def to_shards(exchange: MatrixExchange, states: States) -> None:

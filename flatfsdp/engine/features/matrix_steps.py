@@ -34,7 +34,7 @@ from ..state.owned_interval import OwnedInterval
 from ..state.parts import axes_of_parts
 from .fused_steps import is_fused
 from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
-from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, each_piece, raise_failures
+from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, raise_failures
 from .matrix_states import form_of, to_owners, to_shards, whole_state
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
@@ -51,7 +51,7 @@ class _Steps:
 
     Attributes:
         facts: from which it was found.
-        exchanges: of matrices, by axis.
+        exchanges: of matrices, by axis and dtype.
         entries: the matrices of each parameter, by its id.
         rest: the parameters that each rank steps on as they are, by param group.
         units: the units of the matrices.
@@ -79,7 +79,7 @@ class MatrixSteps:
 
     @property
     def plans(self) -> tuple[OwnerPlan, ...]:
-        """The owners of all matrices, for each axis of ranks; empty before the first step."""
+        """The owners of all matrices, for each axis of ranks and dtype; empty before the first step."""
         return tuple(exchange.plan for exchange in self._stepper.exchanged)
 
     @property
@@ -88,14 +88,11 @@ class MatrixSteps:
         return self._stepper.imbalance
 
     def summary(self) -> str:
-        """The matrices, their owners' balance and the traffic of a step, in two lines for each axis of ranks."""
+        """The matrices, their owners' balance and the traffic of a step, in two lines for each axis and dtype."""
         lines = []
         for exchange in self._stepper.exchanged:
             plan, member, work = exchange.plan, exchange.member, self._stepper.work
-            sizes = [work.dtype_of(entry.slot).itemsize for entry in exchange.entries]
-            ways = [plan.outgoing(range(len(sizes)), member), plan.incoming(range(len(sizes)), member)]
-            ways.append([plan.copies(range(len(sizes)), exchange.rank)[member // plan.world]] * (plan.replicas - 1))
-            going, back, copies = (sum(sizes[i] * span.numel for i, span in each_piece(way)) for way in ways)
+            size = work.dtype_of(exchange.entries[0].slot).itemsize
             ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
             cut, count = sum(matrix.is_cut for matrix in plan.matrices), len(plan.buckets)
             lines.append(
@@ -103,9 +100,9 @@ class MatrixSteps:
                 f"the longest step costs {plan.imbalance:.2f} of the mean"
             )
             lines.append(
-                f"rank {exchange.transport.group.ranks[exchange.rank]} sends {work.sent * going:,} bytes to owners, "
-                f"{back:,} back"
-                + (f" and {copies:,} to other replicas" if plan.replicas > 1 else "")
+                f"rank {exchange.transport.group.ranks[exchange.rank]} sends {work.sent * size * plan.sent(member):,} "
+                f"bytes to owners, {size * plan.returned(member):,} back"
+                + (f" and {size * plan.copied(member):,} to other replicas" if plan.replicas > 1 else "")
                 + f", in {plan.exchanges(member)} all-to-alls"
             )
         return "\n".join(lines) or "no step so far"
@@ -146,10 +143,9 @@ class _Stepper(OfOptimizer):
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
-        optimizer.register_load_state_dict_post_hook(self._after_loading)
         self._last_as_of = RemovableHandle.next_id  # when ours was the last hook before a step
         looking.add(self)
-        self._has_wholes = True  # whether there may be states of whole matrices, on any rank
+        self._has_wholes = False  # whether there may be states of whole matrices, on any rank
         give_wholes(optimizer, self)
 
     @property
@@ -166,19 +162,14 @@ class _Stepper(OfOptimizer):
     def to_shards(self) -> None:
         """Divide the states of matrices among the shards, as for an element-wise optimizer; the next step brings them
         to the owners again. Collective, unless they are in parts already. [Note: states of matrices]"""
-        if isinstance(self.work, OwnSteps) and self._has_wholes:
+        if self._has_wholes and not self.work.in_parts:
             for exchange in self._found().exchanges:
                 to_shards(exchange, self.optimizer.state)
         self._has_wholes = False
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        """A hook: states of distributed tensors are distributed tensors in a state dict."""
-        if any(is_dtensor(slot.parameter) for slot in _managed(optimizer)):
-            self.to_shards()
-
-    def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
-        """A hook: a state dict of this rank may have states of whole matrices."""
-        self._has_wholes = True
+        """A hook: a state dict has this rank's parts."""
+        self.to_shards()
 
     def held(self, parameter: torch.Tensor) -> tuple[list[OwnedInterval], State] | None:
         """The states of whole matrices of `parameter` that this rank has as their owner, and other values of these;
@@ -186,7 +177,7 @@ class _Stepper(OfOptimizer):
         known = self._steps.entries.get(id(parameter), []) if self._steps is not None else []
         states = self.optimizer.state
         owned = [each for each in known if form_of(states, each) == WITH_STATE]
-        if isinstance(self.work, MuonSteps) or not owned:
+        if self.work.in_parts or not owned:
             return None
         found: list[OwnedInterval] = []
         others: State = {}
@@ -207,7 +198,7 @@ class _Stepper(OfOptimizer):
         self._owners.clear()
         self._asked.clear()
         self._steps = None
-        self._has_wholes = True
+        self._has_wholes = False
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
         """This rank's part of the state of `parameter` before its first step, as for an element-wise optimizer; None if
@@ -240,7 +231,7 @@ class _Stepper(OfOptimizer):
             self._has_wholes = True
             for exchange in steps.exchanges:
                 present, in_parts = exchange.look(work)
-                if in_parts and isinstance(work, OwnSteps):
+                if in_parts and not work.in_parts:
                     to_owners(exchange, optimizer)
                 work.prepare([exchange.entries[i] for i in present])
                 failed += exchange.step(present, work)
@@ -278,17 +269,17 @@ class _Stepper(OfOptimizer):
 
     def _find(self, facts: tuple[Any, ...]) -> _Steps:
         rest: list[list[nn.Parameter]] = [[*group["params"]] for group in self.optimizer.param_groups]
-        by_axis: dict[tuple[int, int], tuple[Transport, Transport | None, list[Entry]]] = {}
+        together: dict[Any, tuple[Transport, Transport | None, list[Entry]]] = {}
         managed = [*_managed(self.optimizer)]
         taken, units = {id(slot.parameter) for slot in managed}, tuple(dict.fromkeys(slot.unit for slot in managed))
         quiesce([*units], shards=False)  # connects them, before a first forward
         for slot in managed:
             transports = slot.unit.axes.transports_of(slot.handle)
             parts, copies = transports.gather, transports.replicate
-            key = id(parts.group.process_group), id(copies and copies.group.process_group)
-            entries = by_axis.setdefault(key, (parts, copies, []))[2]
+            key = id(parts.group.process_group), id(copies and copies.group.process_group), self.work.dtype_of(slot)
+            entries = together.setdefault(key, (parts, copies, []))[2]
             entries += entries_of(slot, self._adapter, self.optimizer.param_groups[slot.group])
-        exchanges = tuple(self._exchange(*each) for each in by_axis.values() if each[2])
+        exchanges = tuple(self._exchange(*each) for each in together.values() if each[2])
         words = "\n".join((str(len(rest)), *(line for exchange in exchanges for line in exchange.plan.facts())))
         count = sum(len(exchange.entries) for exchange in exchanges)
         call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
@@ -300,16 +291,14 @@ class _Stepper(OfOptimizer):
 
     def _exchange(self, transport: Transport, copies: Transport | None, entries: list[Entry]) -> MatrixExchange:
         matrices: list[Matrix] = []
-        kinds: dict[torch.dtype, int] = {}
         for entry in entries:
             slot, seen = entry
             key = slot.parameter, seen.expert
             asked = self._owners.get(key, self._asked.get(key[0]))
-            kind = kinds.setdefault(self.work.dtype_of(slot), len(kinds))
             parts = parts_of(slot.handle.layout, slot.index, seen.span)
             name = slot.name if seen.expert is None else f"matrix {seen.expert} of {slot.name}"
-            matrices.append(Matrix(name, seen.shape, parts, int(self._cost(entry.shape)), asked, kind))
-        size = max(dtype.itemsize for dtype in kinds)
+            matrices.append(Matrix(name, seen.shape, parts, int(self._cost(entry.shape)), asked))
+        size = self.work.dtype_of(entries[0].slot).itemsize
         shared = copies if self.work.in_parts and copies is not None and copies.group.size > 1 else None
         world, replicas = transport.group.size, shared.group.size if shared is not None else 1
         plan = OwnerPlan.of(matrices, world=world, replicas=replicas, bucket=max(1, self._bucket_bytes // size))
@@ -356,39 +345,25 @@ def _managed(optimizer: torch.optim.Optimizer) -> Iterator[Slot]:
 
 def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[Slot]:
     """The parameters of units that `optimizer` holds, in the order of its param groups, which is that of all ranks.
+    Those that are no shards, `check_parameters` refuses before a step.
 
     Raises:
-        UsageError: a flat parameter, or one that is no shard, in the words of a `call`.
+        UsageError: a flat parameter, in the words of a `call`.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             unit = registry.owner_of(parameter)
-            if unit is None:
-                if registry.is_orphan(parameter):
+            for kind, handle in enumerate(unit.handles if unit is not None else ()):
+                index = next((i for i, holder in enumerate(handle.face.holders) if holder is parameter), None)
+                if unit is None or index is None:
+                    continue
+                if handle.face.shares_holder:
                     raise UsageError(
-                        f"{call}: param group {number} of the optimizer holds a flat parameter that no model computes "
-                        "with, in which there are no matrices. Build the optimizer from the wrapped model's parameters"
+                        f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
+                        f"matrices: {handle.face.words.remedy}"
                     )
-                continue
-            places = [
-                (kind, index)
-                for kind, handle in enumerate(unit.handles)
-                for index, holder in enumerate(handle.face.holders)
-                if holder is parameter
-            ]
-            if not places:
-                raise UsageError(
-                    f"{call}: param group {number} of the optimizer holds a parameter of unit {unit.label} that is no "
-                    "shard. Build the optimizer from model.parameters() between iterations"
-                )
-            kind, index = places[0]
-            if (face := unit.handles[kind].face).shares_holder:
-                raise UsageError(
-                    f"{call}: param group {number} of the optimizer holds a flat parameter, in which there are no "
-                    f"matrices: {face.words.remedy}"
-                )
-            spec = unit.handles[kind].layout.params[index]
-            yield Slot(parameter, unit, kind, index, number, f"parameter {spec.name!r} of unit {unit.label}")
+                name = handle.layout.params[index].name
+                yield Slot(parameter, unit, kind, index, number, f"parameter {name!r} of unit {unit.label}")
 
 
 def _check_place(slot: Slot) -> None:
@@ -437,9 +412,9 @@ def matrix_steps(
     - *Replicas* (HYBRID_SHARD, NO_SHARD): with torch's Muon one owner computes for all replicas, and owners are among
       all ranks; with others each replica computes all matrices.
     - *State dicts*: `FullyShardedDataParallel.optim_state_dict` and checkpoints have states by name, for any number of
-      ranks. States of other shapes than their matrix (Adafactor's rows and columns) are copied to all ranks for that.
-      `optimizer.state_dict()` has this rank's part, of torch's Muon; or its matrices, with whole shapes. Under
-      `fully_shard` it is collective, and has distributed tensors, which torch.distributed.checkpoint saves.
+      ranks. `optimizer.state_dict()` has this rank's parts, or distributed tensors under `fully_shard`, which
+      torch.distributed.checkpoint saves; it is collective, except with torch's Muon. States of other shapes than their
+      matrix (Adafactor's rows and columns) are copied to all ranks for these.
     - *Tensor parallelism*: a matrix that it splits is one matrix for torch's Muon, and each of its ranks computes it.
     - *Copies* and pickles of the optimizer do not have it: call `matrix_steps` for them again.
     - *Refused*, in words: flat parameters (`use_orig_params=False`), other parts of tensor parallelism, parameters

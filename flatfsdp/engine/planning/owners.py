@@ -35,7 +35,6 @@ class Matrix:
         parts: by rank, in this order, the elements that it has; without empty ones. Together they are the matrix.
         cost: of a step on it, in any unit.
         asked: the rank that a user has chosen as its owner; or the one that has its state already.
-        kind: matrices of one kind can be exchanged together: a number for their dtype.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Matrix:
     parts: Mapping[int, Span]
     cost: int
     asked: int | None = None
-    kind: int = 0
 
     @property
     def numel(self) -> int:
@@ -86,7 +84,7 @@ class OwnerPlan:
         replicas: the number of copies of each part.
         matrices: those that the optimizer steps on.
         owners: for each the member that owns it.
-        buckets: the matrices of each bucket, as indices, in the order of `matrices`; all of one kind.
+        buckets: the matrices of each bucket, as indices, in the order of `matrices`.
 
     Example:
         >>> halves = {0: Span(0, 4), 1: Span(4, 8)}
@@ -215,7 +213,7 @@ class OwnerPlan:
         yield f"world {self.world} replicas {self.replicas} buckets {self.buckets}"
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             parts = " ".join(f"{rank}:{span}" for rank, span in matrix.parts.items())
-            yield f"{matrix.name!r} {matrix.shape} {matrix.kind} {owner} {parts}"
+            yield f"{matrix.name!r} {matrix.shape} {owner} {parts}"
 
 
 def elements_of(of_ranks: Iterable[Iterable[Piece]]) -> int:
@@ -259,11 +257,9 @@ def _balanced(matrices: Sequence[Matrix], world: int, replicas: int) -> tuple[in
 def _in_buckets(matrices: Sequence[Matrix], owners: Sequence[int], share: int) -> tuple[tuple[int, ...], ...]:
     """`share`: the elements of each owner in one bucket, about. Large matrices are in the first ones: the last bucket,
     with which nothing overlaps, is a small one."""
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
-    given: dict[tuple[int, int], int] = defaultdict(int)  # elements, by owner and kind
+    found: dict[int, list[int]] = defaultdict(list)
+    given: dict[int, int] = defaultdict(int)  # elements, by owner
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].numel, index)):
-        matrix = matrices[index]
-        key = owners[index], matrix.kind
-        found[given[key] // share, matrix.kind].append(index)
-        given[key] += matrix.numel
-    return tuple(tuple(sorted(found[key])) for key in sorted(found))
+        found[given[owners[index]] // share].append(index)
+        given[owners[index]] += matrices[index].numel
+    return tuple(tuple(sorted(found[number])) for number in sorted(found))
