@@ -1,10 +1,10 @@
-"""A program that trains with the nucleus of the engine alone: `python -m tests.harness.nucleus_alone RANK WORLD
-FILE`. WORLD is 4: ranks 0 and 1 train with each other, then all of them as two replicas of two shards, then rank 0 by
-itself.
+"""Trains with the nucleus of the engine alone, on 4 ranks: ranks 0 and 1 train with each other, then all of them as two
+replicas of two shards, then rank 0 by itself.
 
-Every other file of flatfsdp is blocked from import, except the errors, the public values, `base` and `config`. It makes
-its units itself, and compares every loss with that of a plain model on the data of all ranks.
-Ranks meet through FILE. It prints the packages of the engine that were imported.
+Every other file of flatfsdp is blocked from import, except the errors, the public values, `base` and `config`. What the
+process has imported of flatfsdp is dropped first, and is imported anew: that it was imported before changes nothing, as
+`tests/repository/test_import.py` finds. The nucleus's units are made here, and every loss is compared with that of a
+plain model on the data of all ranks.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class Blocked(importlib.abc.MetaPathFinder):
 
 def block() -> None:
     """Import from now on from the nucleus only, without the public package, which imports all."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == "flatfsdp"]:
+        del sys.modules[name]
     public = types.ModuleType("flatfsdp")
     public.__path__ = [str(ROOT)]
     sys.modules["flatfsdp"] = public
     sys.meta_path.insert(0, Blocked())
 
 
-def main(rank: int, world: int, file: str) -> None:
-    """Train every case on two ranks, or if it is a hybrid on two times two, and on rank 0 alone."""
+def trained(rank: int, world: int, file: str) -> list[str]:
+    """Train every case on two ranks, or if it is a hybrid on two times two, and on rank 0 alone. Ranks meet through
+    `file`. Returned: the packages of the engine that were imported."""
     block()
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     if rank < 2:
         play(rank, 2, dist.FileStore(f"{file}.pair", 2))
     play(rank, world, dist.FileStore(file, world))
     if rank == 0:
         play(0, 1, dist.HashStore())
-    found = {name.split(".")[2] for name in sys.modules if name.startswith("flatfsdp.engine.")}
-    print("imported:", *sorted(found))
+    return sorted({name.split(".")[2] for name in sys.modules if name.startswith("flatfsdp.engine.")})
 
 
 def play(rank: int, world: int, store: Any) -> None:
@@ -234,7 +234,3 @@ def no_sync(model: Any) -> Iterator[None]:
         yield
     finally:
         backwards.sync = True
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

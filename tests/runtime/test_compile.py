@@ -150,6 +150,8 @@ def one_block(rank: int, world: int) -> list[str]:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # else every rank starts a pool of processes
+    # Else g++ first tries every instruction set of the processor, and compiles headers for many kernels in advance.
+    inductor.cpp.vec_isa_ok, inductor.cpp_cache_precompile_headers = False, False
     stories = []
     for is_compiled in (False, True):
         net = seeded(lambda: Feedforward(WIDTH, 8))
