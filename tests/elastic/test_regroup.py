@@ -155,6 +155,14 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value == other[name], name
 
 
+def own(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What this rank has of all values: the same names and shards under the same setting on the same ranks."""
+    values: dict[str, Any] = {}
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        values |= {name: each} | {f"{name}.{key}": value for key, value in optimizer.state.get(each, {}).items()}
+    return {name: each.to_local() if hasattr(each, "to_local") else each for name, each in values.items()}
+
+
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[tuple[str, str, int]]:
     """The bytes that this rank has, by the tensor and the number of the element."""
     entries = Holding.of(model, optimizer).facts.entries
@@ -194,9 +202,9 @@ def moves(rank: int, world: int, path: str, setting: Setting, worlds: Sequence[S
         others = setting.optimize(twin)
         checkpoint.load(f"{path}/{number}", model=twin, optimizer=others, process_group=saving[number + 1])
         same(whole(model, optimizer, setting), whole(twin, others, setting))
-        train(model, optimizer, step)
-        train(twin, others, step)
-        same(whole(model, optimizer, setting), whole(twin, others, setting))
+        train(model, optimizer, step, 1)
+        train(twin, others, step, 1)
+        same(own(model, optimizer), own(twin, others))
 
 
 SHRINKS_AND_GROWS = ((0, 1, 2, 3), (0, 1, 2), (1, 2), (0, 1, 2), (0, 1, 2, 3))
