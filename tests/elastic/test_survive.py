@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from flatfsdp.errors import LostRankError, UsageError
 from flatfsdp.trainer.demo.model import ByteTransformer
 from tests.harness import fresh, pool
 from tests.harness.fresh import Outcome
+from tests.harness.thorough import spread
 
 pytestmark = pytest.mark.process
 
@@ -266,13 +268,12 @@ def machine_of_two(rank: int) -> None:
 
 
 MOMENTS = ["forward", "backward", "exception", "before the optimizer", "boundary"]
+JOBS = [(2, 0, one_machine), (4, 1, machine_of_two)]  # the number of ranks, the lost one, and where they are
 
 
-@pytest.mark.parametrize(("world", "lost", "on"), [(2, 0, one_machine), (3, 2, machine_each), (4, 1, machine_of_two)])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_lost_rank_costs_nothing(
-    world: int, lost: int, on: Callable[[int], None], moment: str, expected: str
-) -> None:
+@pytest.mark.parametrize(("job", "moment"), [*product([(3, 2, machine_each)], MOMENTS), *spread(JOBS, MOMENTS)])
+def test_a_lost_rank_costs_nothing(job: tuple[int, int, Callable[[int], None]], moment: str, expected: str) -> None:
+    world, lost, on = job
     outcomes = fresh.run(world, train, {lost: (2, moment)}, before=on, timeout=60)
     assert outcomes[lost].exit_code == (1 if moment == "exception" else -signal.SIGKILL), outcomes[lost]
     assert moment != "exception" or "ValueError: no such file" in (outcomes[lost].error or ""), outcomes[lost]
