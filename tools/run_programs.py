@@ -24,12 +24,13 @@ from tests.programs.frameworks.cases import CASES
 
 RESULTS = Path(__file__).resolve().parent / "bench_results" / "programs"
 PACKAGES = (
-    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao", "pytorch-optimizer",
+    "torch", "torchtitan", "accelerate", "transformers", "peft", "trl", "lightning", "torchao", "bitsandbytes",
+    "pytorch-optimizer",
 )  # fmt: skip
 # Tests that are skipped where this package is not installed, by the name of their row.
 TESTS = {
     "torchao: tests of float8": "tests/fully_shard/test_torchao.py",
-    "torchao: tests of low-bit optimizers": "tests/features/test_block_states.py",
+    "torchao: tests of low-bit optimizers": "tests/features/test_block_states.py",  # bitsandbytes' are in it
     "pytorch-optimizer: tests of Shampoo": "tests/features/test_shampoo.py",
     "transformers: tests of Adafactor": "tests/features/test_adafactor.py",
 }

@@ -1,5 +1,5 @@
-"""Low-bit optimizers, torchao's and one like them, on shards: states of one process to the bit, on any number of ranks,
-saved by name."""
+"""Low-bit optimizers, torchao's, bitsandbytes' and some like them, on shards: states of one process to the bit, on any
+number of ranks, saved by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, MixedPrecision, StateDictType, checkpoint, fully_shard
 from flatfsdp.errors import ConfigTypeError, UsageError
-from flatfsdp.layout import Elements, Rows, state_blocks
+from flatfsdp.layout import Elements, Rows, for_optimizer, state_blocks
 from tests.conftest import Run
 from tests.features.test_matrix_steps import unsynced
 from tests.harness.corners import seeded
 from tests.harness.gradients import plain
-from tests.harness.low_bit import LowBitAdam, Quantized
+from tests.harness.low_bit import AdamOf8Bits, LowBitAdam, Quantized
 from tests.harness.meshes import named_mesh, replicas_of_shards
 from tests.harness.thorough import spread
 
@@ -34,6 +34,9 @@ NAMES = "exp_avg", "exp_avg_sq"
 FP8 = "_float8_e4m3fn"
 HAS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 KINDS = ["LowBitAdam", *(pytest.param(each, marks=HAS_TORCHAO) for each in ("AdamW8bit", "AdamW4bit", "AdamWFp8"))]
+HAS_BITSANDBYTES = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+# Names of bitsandbytes' classes have its name before them.
+ADAMS, LION = ["AdamOf8Bits", pytest.param("bnb.AdamW8bit", marks=HAS_BITSANDBYTES)], "bnb.Lion8bit"
 EIGHT_BITS = ["LowBitAdam", pytest.param("AdamW8bit", marks=HAS_TORCHAO)]
 
 
@@ -65,8 +68,12 @@ def eager() -> Iterator[None]:
 
 
 def make(kind: str, parameters: Any) -> Any:
-    if kind == "LowBitAdam":
-        return LowBitAdam(parameters, lr=0.05)
+    if kind in ("LowBitAdam", "AdamOf8Bits"):
+        return (LowBitAdam if kind == "LowBitAdam" else AdamOf8Bits)(parameters, lr=0.05)
+    if kind.startswith("bnb."):
+        import bitsandbytes.optim
+
+        return getattr(bitsandbytes.optim, kind.removeprefix("bnb."))(parameters, lr=0.05)
     import torchao.optim
 
     return getattr(torchao.optim, kind)(parameters, lr=0.05)
@@ -76,6 +83,11 @@ def blocks(kind: str) -> int:
     return 128 if "4bit" in kind else 256
 
 
+def layout_of(kind: str) -> Any:
+    of_bitsandbytes = kind == "AdamOf8Bits" or kind.startswith("bnb.")
+    return for_optimizer(AdamOf8Bits) if of_bitsandbytes else state_blocks(blocks(kind))
+
+
 def wrapped(front: str, kind: str, net: nn.Module, **settings: Any) -> Any:
     if front == "fully_shard":
         if "mesh" in settings:
@@ -83,7 +95,7 @@ def wrapped(front: str, kind: str, net: nn.Module, **settings: Any) -> Any:
         return fully_shard(net, layout=state_blocks(blocks(kind)), **settings)
     if settings.get("sharding_strategy") == "HYBRID_SHARD":
         settings["device_mesh"] = replicas_of_shards()
-    return FullyShardedDataParallel(net, layout=state_blocks(blocks(kind)), use_orig_params=True, **settings)
+    return FullyShardedDataParallel(net, layout=layout_of(kind), use_orig_params=True, **settings)
 
 
 def wholes(model: Any, value: str) -> dict[str, Tensor]:
@@ -111,6 +123,11 @@ def of_one(optimizer: Any, named: dict[str, nn.Parameter]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state[parameter].items():
+            number = key[-1]
+            if "absmax1" in optimizer.state[parameter] and key != "step":
+                if not key.startswith("qmap"):
+                    found[f"{name}.state{number}.{'codes' if key.startswith('state') else 'scales'}"] = value
+                continue
             if not hasattr(value, "codes"):
                 found[f"{name}.{key}"] = value
                 continue
@@ -125,7 +142,8 @@ def of_one(optimizer: Any, named: dict[str, nn.Parameter]) -> dict[str, Any]:
 
 def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
-    return [name for name, value in found.items() if not torch.equal(torch.as_tensor(value), expected[name])]
+    pairs = {name: map(torch.as_tensor, (value, expected[name])) for name, value in found.items()}
+    return [name for name, (one, other) in pairs.items() if not torch.equal(one, other)]
 
 
 def trained(
@@ -164,6 +182,13 @@ def test_states_are_those_of_one_process(front: str, world: int, kind: str, run:
     assert [line for each in run(world, trained, front, kind, **settings) for line in each] == []
 
 
+@pytest.mark.parametrize("kind", [*ADAMS, pytest.param(LION, marks=HAS_BITSANDBYTES)])
+@pytest.mark.parametrize("world", [3, 4, 1])
+def test_states_of_bitsandbytes_are_those_of_one_process(world: int, kind: str, run: Run) -> None:
+    settings = {"clip": world != 4, "accumulate": world > 2}
+    assert [line for each in run(world, trained, "wrapper", kind, **settings) for line in each] == []
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"sharding_strategy": "SHARD_GRAD_OP", "clip": True, "accumulate": True},
     {"sharding_strategy": "NO_SHARD"},
@@ -179,6 +204,14 @@ SETTINGS: list[dict[str, Any]] = [
 def test_states_are_those_of_one_process_under_other_settings(settings: dict[str, Any], kind: str, run: Run) -> None:
     front = "fully_shard" if {"mesh", "reshard_after_forward"} & settings.keys() else "wrapper"
     assert [line for each in run(4, trained, front, kind, **settings) for line in each] == []
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+@pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
+def test_states_of_bitsandbytes_are_those_of_one_process_under_other_settings(
+    settings: dict[str, Any], kind: str, run: Run
+) -> None:
+    assert [line for each in run(4, trained, "wrapper", kind, **settings) for line in each] == []
 
 
 def in_backward(rank: int, world: int, kind: str) -> list[str]:
@@ -198,7 +231,7 @@ def in_backward(rank: int, world: int, kind: str) -> list[str]:
         return unlike(*found)
 
 
-@pytest.mark.parametrize("kind", EIGHT_BITS)
+@pytest.mark.parametrize("kind", [*EIGHT_BITS, *ADAMS])
 def test_steps_in_the_backward(kind: str, pool2: Run) -> None:
     assert pool2(in_backward, kind) == [[], []]
 
@@ -243,7 +276,7 @@ def loaded(rank: int, world: int, path: str, kind: str, layout: Any) -> tuple[di
         stepped(alone, reference, rank, range(5, 6))
         expected = {**wholes(alone, "data"), **states(alone, reference)}
         return found, [
-            n for n, v in later.items() if not torch.allclose(torch.as_tensor(v).float(), expected[n].float())
+            n for n, v in later.items() if not torch.allclose(*(torch.as_tensor(x).float() for x in (v, expected[n])))
         ]
 
 
@@ -252,6 +285,8 @@ def loaded(rank: int, world: int, path: str, kind: str, layout: Any) -> tuple[di
     [
         ("wrapper", "LowBitAdam"),
         ("fully_shard", "LowBitAdam"),
+        ("wrapper", "AdamOf8Bits"),
+        pytest.param("wrapper", "bnb.AdamW8bit", marks=HAS_BITSANDBYTES),
         pytest.param("wrapper", "AdamW8bit", marks=HAS_TORCHAO),
         pytest.param("wrapper", "AdamW4bit", marks=HAS_TORCHAO),
         pytest.param("fully_shard", "AdamWFp8", marks=HAS_TORCHAO),
@@ -259,7 +294,7 @@ def loaded(rank: int, world: int, path: str, kind: str, layout: Any) -> tuple[di
 )
 def test_states_are_saved_by_name_and_loaded_on_other_ranks(front: str, kind: str, tmp_path: Path, run: Run) -> None:
     before = run(4, saved, str(tmp_path / "x"), kind, front)[0]
-    other = {"up.weight": Elements(1024), "wide": Rows(1 if blocks(kind) == 256 else 2)}
+    other = {"up.weight": Elements(1024), "odd.weight": Elements(256), "wide": Rows(1 if blocks(kind) == 256 else 2)}
     for found, different in run(3, loaded, str(tmp_path / "x"), kind, other):
         assert unlike(found, before) == []
         assert different == []
@@ -327,13 +362,14 @@ def refused(rank: int, world: int, kind: str) -> None:
             flatfsdp.block_states(make(kind, model.parameters()))
         model(batch(rank, 0)).backward()
         optimizer = make(kind, model.parameters())
-        if kind != "LowBitAdam":
-            with pytest.raises(UsageError, match=rf"{kind} looks at blocks of states.*block_states\(optimizer\)"):
+        name = kind.removeprefix("bnb.")
+        if kind not in ("LowBitAdam", "AdamOf8Bits"):
+            with pytest.raises(UsageError, match=rf"{name} looks at blocks of states.*block_states\(optimizer\)"):
                 optimizer.step()
         with pytest.raises(ConfigTypeError, match="a low-bit Adam or AdamW of torchao"):
             flatfsdp.block_states(torch.optim.AdamW(model.parameters()))
         optimizer = flatfsdp.block_states(make(kind, wrapped("wrapper", kind, Net()).parameters()))
-        with pytest.raises(UsageError, match=f"it was called for this {kind} before"):
+        with pytest.raises(UsageError, match=f"it was called for this {name} before"):
             flatfsdp.block_states(optimizer)
         replicas = FullyShardedDataParallel(Net().bfloat16(), use_orig_params=True, sharding_strategy="NO_SHARD")
         rounding: Any = make(kind, replicas.parameters())
@@ -342,12 +378,20 @@ def refused(rank: int, world: int, kind: str) -> None:
             UsageError, match=r"each rank rounds .* but 3 ranks have the same elements of it, and would"
         ):
             flatfsdp.block_states(rounding)
+        if kind in ("AdamOf8Bits", "bnb.AdamW8bit"):
+            distributed = fully_shard(seeded(Net))
+            with pytest.raises(UsageError, match="is a DTensor, which bitsandbytes' kernels do not take"):
+                flatfsdp.block_states(make(kind, distributed.parameters()))
+            optimizer = make(kind, model.parameters())
+            optimizer.optimizer_name = "lamb"
+            with pytest.raises(ConfigTypeError, match=r"8-bit one of bitsandbytes.*other than LAMB, LARS"):
+                flatfsdp.block_states(optimizer)
         flat = FullyShardedDataParallel(Net())
         with pytest.raises(UsageError, match="holds a flat parameter"):
             flatfsdp.block_states(make(kind, flat.parameters()))
 
 
-@pytest.mark.parametrize("kind", EIGHT_BITS)
+@pytest.mark.parametrize("kind", [*EIGHT_BITS, *ADAMS])
 def test_cuts_inside_of_blocks_are_refused_in_words(kind: str, pool3: Run) -> None:
     pool3(refused, kind)
 

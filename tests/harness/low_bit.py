@@ -1,7 +1,8 @@
-"""An optimizer with states of 8 bits in the form of torchao's, for where that is not installed."""
+"""Optimizers with states of 8 bits in the forms of torchao's and bitsandbytes', for where these are not installed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,3 +77,79 @@ class LowBitAdam(torch.optim.Optimizer):
                     new.append(before.lerp(value, factor))
                     kept.set(new[-1]) if isinstance(kept, Quantized) else kept.copy_(new[-1])
                 p.sub_(new[0] / (new[1].sqrt() + 1e-8), alpha=group["lr"])
+
+
+class Optimizer2State(torch.optim.Optimizer):
+    """bitsandbytes' class of optimizers with two states, in the parts that are read."""
+
+    optimizer_name = "adam"
+
+    def __init__(self, params: Any, lr: float = 1e-3, *, min_8bit_size: int = 4096) -> None:
+        super().__init__(params, {"lr": lr})
+        self.name2qmap: dict[str, Tensor] = {}
+        self.least = min_8bit_size
+
+    def fill_qmap(self) -> None:
+        self.name2qmap = {"dynamic": torch.linspace(-1, 1, 256), "udynamic": torch.linspace(0, 1, 256)}
+
+    def check_overrides(self) -> None:
+        """None."""
+
+    def get_config(self, gindex: int, pindex: int, group: Any) -> dict[str, int]:
+        return {"optim_bits": 8, "min_8bit_size": self.least}
+
+    def init_state(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+        config, state = self.get_config(gindex, pindex, group), self.state[p]
+        state["step"] = 0
+        for number, kind in ((1, "dynamic"), (2, "udynamic")):
+            quantized = p.numel() >= config["min_8bit_size"]
+            state[f"state{number}"] = torch.zeros_like(p, dtype=torch.uint8 if quantized else torch.float32)
+            if quantized:
+                if not self.name2qmap:
+                    self.fill_qmap()
+                state[f"qmap{number}"] = self.name2qmap[kind]
+                state[f"absmax{number}"] = torch.zeros(-(-p.numel() // 256))
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        found["state"] = {key: {"hidden": {**each}} for key, each in found["state"].items()}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {key: each.get("hidden", each) for key, each in state_dict["state"].items()}
+        params = [each for group in self.param_groups for each in group["params"]]
+        self.state.clear()
+        self.state |= {params[key]: {**each} for key, each in states.items()}
+
+
+class AdamOf8Bits(Optimizer2State):
+    """Adam without bias correction, with bitsandbytes' names and rule: quantized from 4,096 elements on, in blocks of
+    256, of which the last may be smaller."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for gindex, group in enumerate(self.param_groups):
+            for pindex, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.init_state(group, p, gindex, pindex)
+                state, new = self.state[p], []
+                state["step"] += 1
+                for number, value, factor in ((1, p.grad, 0.1), (2, p.grad.square(), 0.01)):
+                    kept, scales = state[f"state{number}"], state.get(f"absmax{number}")
+                    if scales is None:
+                        new.append(kept.lerp_(value, factor))
+                        continue
+                    values = state[f"qmap{number}"]
+                    before = [values[codes.long()] * scale for codes, scale in _blocks(kept, scales)]
+                    new.append(torch.cat(before).view(p.shape).lerp(value, factor))
+                    for (codes, scale), block in zip(_blocks(kept, scales), new[-1].view(-1).split(256), strict=True):
+                        scale.copy_(block.abs().max())
+                        scaled = block / scale.clamp(min=1e-30)
+                        codes.copy_((scaled[:, None] - values).abs().argmin(1))
+                p.sub_(new[0] / (new[1].sqrt() + 1e-8), alpha=group["lr"])
+
+
+def _blocks(codes: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(codes.view(-1).split(256), scales.unbind(), strict=True)

@@ -1,9 +1,10 @@
 """Public function for optimizers that keep quantized states, of which a block of elements shares a scale.
 
-[Note: block states] torchao's low-bit optimizers step on each element by itself, but quantize states in blocks, each
-with a scale; and only those of parameters that have enough elements, and whole blocks. On a rank's part of a parameter,
-both would depend on the number of ranks. So parameters are cut between blocks (`layout.state_blocks`), and the sizes of
-whole parameters decide which states are quantized: then a state has the bits that it has in one process.
+[Note: block states] Low-bit optimizers of torchao and bitsandbytes step on each element by itself, but quantize states
+in blocks, each with a scale; and only those of parameters that have enough elements (torchao: and whole blocks). On a
+rank's part of a parameter, both would depend on the number of ranks. So parameters are cut between blocks
+(`layout.state_blocks`), and the sizes of whole parameters decide which states are quantized: then a state has the bits
+that it has in one process.
 
 For state dicts, a quantized state is two plain ones: *codes*, a byte for each element, split as the parameter is, with
 how to read them in their name; and *scales*, one for each block, of which every rank gets all. So they are saved by
@@ -13,6 +14,7 @@ name, and cut for any number of ranks. A step, or `load_state_dict()`, puts them
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,30 +40,44 @@ from .matrix_steps import each_managed
 State = dict[str, Any]
 CODES, SCALES = ".codes", ".scales"
 AVERAGE = "exp_avg"  # the signed one of torchao's states
-NAMES = (AVERAGE, "exp_avg_sq", "max_exp_avg_sq")
 
 
 class BlockStates(OfOptimizer):
-    """The states of one optimizer in blocks of whole parameters; made by `block_states`, and kept by the hooks.
+    """The states of one optimizer of torchao in blocks of whole parameters; made by `block_states`, and kept by the
+    hooks. A state is a tensor of a class with codes and scales.
 
     Attributes:
         exchanges: False: each rank steps by itself.
         imbalance: None.
+        names: the names of its quantized states.
+        block: the number of elements that share a scale.
+        begin: the step count of a new state.
+        plain: the dtype of states that are not quantized; None for that of the parameter.
     """
 
     exchanges = False
     imbalance = None
+    names: tuple[str, ...] = (AVERAGE, "exp_avg_sq", "max_exp_avg_sq")
+    block: int
+    begin: Any = torch.tensor(0.0)
+    plain: torch.dtype | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._slots: dict[int, Slot | None] = {}
         self._facts: Any = None
-        self._codes = CODES + _form_of(self._quantized_zeros(torch.zeros(int(self.optimizer.block_size)), True))
+        self._codes = CODES
+        self._take(self.optimizer)
         self.ranks_changed()
-        optimizer._new_buffer = self._new_state  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_load_state_dict_pre_hook(self._before_loading)
         give_wholes(optimizer, self, blocks=True)
+
+    def _take(self, optimizer: Any) -> None:
+        """Let new states of `optimizer` be those made here."""
+        self.block = int(optimizer.block_size)
+        self._codes += _form_of(self._quantized_zeros(torch.zeros(self.block), True))
+        optimizer._new_buffer = self._new_state
+        optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [each for group in self.optimizer.param_groups for each in group["params"]]
@@ -85,11 +101,14 @@ class BlockStates(OfOptimizer):
 
     def is_quantized(self, slot: Slot) -> bool:
         """Whether one process would quantize states of the parameter."""
-        numel = slot.spec.numel
-        return numel >= LEAST_QUANTIZED and numel % int(self.optimizer.block_size) == 0
+        return slot.spec.numel >= LEAST_QUANTIZED and slot.spec.numel % self.block == 0
+
+    def _count(self, numel: int) -> int:
+        """The number of blocks of so many elements."""
+        return -(-numel // self.block)
 
     def _check(self, slot: Slot) -> None:
-        spec, block = slot.spec, int(self.optimizer.block_size)
+        spec, block = slot.spec, self.block
         replicas = slot.unit.axes.own.replicate
         is_rounded = getattr(self.optimizer, "bf16_stochastic_round", False) and slot.parameter.dtype == torch.bfloat16
         if is_rounded and replicas is not None and replicas.size > 1:
@@ -112,7 +131,7 @@ class BlockStates(OfOptimizer):
                 raise UsageError(
                     f"block_states: {slot.name} of shape {spec.shape} is cut after {part.start:,} elements, inside"
                     f" of a block of {block} whose states share a scale. {other} with "
-                    f"layout=flatfsdp.layout.state_blocks({block})"
+                    f"layout= of the optimizer's class, or of flatfsdp.layout.state_blocks({block})"
                 )
 
     def _new_state(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -129,7 +148,19 @@ class BlockStates(OfOptimizer):
         return whole
 
     def _quantized_zeros(self, local: torch.Tensor, signed: bool) -> Any:
-        return self.optimizer._subclass_zeros(local, signed, int(self.optimizer.block_size))
+        return self.optimizer._subclass_zeros(local, signed, self.block)
+
+    def _made(self, slot: Slot, name: str) -> State:
+        """A new state of this rank's elements, as the optimizer keeps it."""
+        return {name: self._new_state(slot.parameter, name == AVERAGE)}
+
+    def _local(self, slot: Slot, state: State, name: str) -> Any:
+        """The codes and scales of this rank's elements of a quantized state; None if there is none."""
+        return None if name not in state else slot.handle.face.local_of(state[name])
+
+    def _name_of(self, key: str) -> str:
+        """The state that an entry is a part of."""
+        return key
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -148,36 +179,33 @@ class BlockStates(OfOptimizer):
             self._divide(axis, members)
 
     def _divide(self, axis: Transport, slots: Sequence[Slot]) -> None:
-        device, block = axis.device.device, int(self.optimizer.block_size)
-        own = [(slot, name, self.optimizer.state.get(slot.parameter, {}).get(name)) for slot in slots for name in NAMES]
+        device, states = axis.device.device, self.optimizer.state
+        own = [(s, name, self._local(s, states.get(s.parameter, {}), name)) for s in slots for name in self.names]
         there = torch.tensor([value is not None for _, _, value in own], dtype=torch.uint8, device=device)
         kept = all_reduce_now(axis, there, maximum=True).tolist() if not is_memoryless() else there.tolist()
         own = [each for each, is_there in zip(own, kept, strict=True) if is_there]
-        sizes = [slot.spec.numel // block for slot, _, _ in own]
+        sizes = [self._count(slot.spec.numel) for slot, _, _ in own]
         every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        for scales, (slot, _, value) in zip(every.split(sizes), own, strict=True):
-            if value is not None and (local := self._local(slot, value)).numel():
-                scales.narrow(0, slot.start // block, local.scale.numel()).copy_(local.scale)
+        for scales, (slot, _, local) in zip(every.split(sizes), own, strict=True):
+            if local is not None and local.numel():
+                scales.narrow(0, slot.start // self.block, local.scale.numel()).copy_(local.scale)
         all_reduce_now(axis, every)  # each is one rank's, and zero on others
         divided: dict[Slot, dict[str, State]] = {}
-        for scales, (slot, name, value) in zip(every.split(sizes), own, strict=True):
-            if value is not None:
-                local = self._local(slot, value)
-                codes = _codes_of(local) if local.numel() else torch.zeros_like(local, dtype=torch.uint8)
+        for scales, (slot, name, local) in zip(every.split(sizes), own, strict=True):
+            if local is not None:
+                here = slot.own().device
+                codes = _codes_of(local) if local.numel() else torch.empty(0, dtype=torch.uint8, device=here)
                 divided.setdefault(slot, {})[name] = {
                     name + self._codes: like_holder(slot, codes.reshape(-1)),
-                    name + SCALES: scales.to(local.device, copy=True).as_subclass(KeptWhole),
+                    name + SCALES: scales.to(here, copy=True).as_subclass(KeptWhole),
                 }
         for slot, parts in divided.items():
-            state = self.optimizer.state[slot.parameter]
+            state = states[slot.parameter]
             found: State = {}
             for key, value in state.items():
-                found |= parts.get(key, {key: value})
+                found |= parts.get(self._name_of(key), {key: value})
             state.clear()
             state.update(found)
-
-    def _local(self, slot: Slot, value: torch.Tensor) -> Any:
-        return slot.handle.face.local_of(value)
 
     def _join(self, slot: Slot, state: State) -> None:
         """The inverse of `_divide` for one parameter; nothing if its states are quantized ones. No communication.
@@ -187,7 +215,7 @@ class BlockStates(OfOptimizer):
         """
         if not any(CODES in str(key) for key in state):
             return
-        block = int(self.optimizer.block_size)
+        count = self._count(slot.spec.numel)
         found: State = {}
         for key, value in state.items():
             name = key.partition(CODES)[0].removesuffix(SCALES)
@@ -195,19 +223,19 @@ class BlockStates(OfOptimizer):
                 found[key] = value
             elif name not in found:
                 scales = state[name + SCALES].as_subclass(torch.Tensor)
-                if name + self._codes not in state or scales.numel() * block != slot.spec.numel:
+                if name + self._codes not in state or name not in self.names or scales.numel() != count:
                     kinds = sorted(each for each in state if CODES in each)
                     raise UsageError(
                         f"block_states: the optimizer states {', '.join(kinds)} of {slot.name} with {scales.numel():,} "
-                        f"scales are of another low-bit optimizer: this {type(self.optimizer).__name__} has {name}"
-                        f"{self._codes} and {slot.spec.numel // block:,} scales, for blocks of {block}. Load them into "
-                        "one of the class and block size with which they were saved"
+                        f"scales are of another low-bit optimizer: this {type(self.optimizer).__name__} has "
+                        f"{self.names[0]}{self._codes} and {count:,} scales, for blocks of {self.block}. Load them "
+                        "into one of the class and block size with which they were saved"
                     )
-                made = found[name] = self._new_state(slot.parameter, name == AVERAGE)
-                local = self._local(slot, made)
+                found |= self._made(slot, name)
+                local = self._local(slot, found, name)
                 if local.numel():
-                    codes = self._local(slot, state[name + self._codes])
-                    _fill(local, codes, scales.narrow(0, slot.start // block, local.numel() // block))
+                    codes = slot.handle.face.local_of(state[name + self._codes])
+                    _fill(local, codes, scales.narrow(0, slot.start // self.block, self._count(local.numel())))
         state.clear()
         state.update(found)
 
@@ -217,7 +245,7 @@ class BlockStates(OfOptimizer):
             state = optimizer.state.get(parameter)
             if state and (slot := self.slot_of(parameter)) is not None:
                 self._join(slot, state)
-                check_shapes(optimizer, parameter, slot.name)
+                check_shapes({name: state[name] for name in self.names if name in state}, parameter, slot.name)
 
     @torch.no_grad()
     def _before_loading(self, optimizer: torch.optim.Optimizer, state_dict: State) -> State:
@@ -239,16 +267,16 @@ class BlockStates(OfOptimizer):
             return None
         found: list[OwnedInterval] = []
         others: State = {}
-        block = int(self.optimizer.block_size)
         for name, value in state.items():
-            if name not in NAMES:
+            if self._name_of(name) not in self.names:
                 others[name] = value
-            elif (local := self._local(slot, value)).numel():
+            elif name in self.names and (local := self._local(slot, state, name)).numel():
                 codes, scales = _codes_of(local).reshape(-1), local.scale.detach().reshape(-1)
                 of_codes = ParamSpec(name + self._codes, slot.spec.shape)
-                of_scales, at = ParamSpec(name + SCALES, (slot.spec.numel // block,)), Span(0, scales.numel())
+                of_scales = ParamSpec(name + SCALES, (self._count(slot.spec.numel),))
                 found.append(OwnedInterval(codes, of_codes, Span(slot.start, slot.start + codes.numel())))
-                found.append(OwnedInterval(scales, of_scales, at.shift(slot.start // block)))
+                at = Span(0, scales.numel()).shift(slot.start // self.block)
+                found.append(OwnedInterval(scales, of_scales, at))
         return found, others
 
     def ranks_changed(self) -> None:
@@ -266,17 +294,87 @@ class BlockStates(OfOptimizer):
         if (slot := self.slot_of(parameter)) is None:
             return None
         like = slot.handle.at_rest.views[slot.index]
-        groups = self.optimizer.param_groups
-        group = next(group for group in groups if any(each is parameter for each in group["params"]))
-        found: State = {"step": torch.tensor(0.0)}
-        for name in NAMES[: 3 if group["amsgrad"] else 2]:
+        found: State = {"step": self.begin}
+        amsgrad = self.optimizer.param_groups[slot.group].get("amsgrad", False)
+        for name in self.names[: 3 if amsgrad else 2]:
             if self.is_quantized(slot):
                 found[name + self._codes] = torch.zeros_like(like, dtype=torch.uint8)
-                scales = torch.zeros(slot.spec.numel // int(self.optimizer.block_size), device=like.device)
+                scales = torch.zeros(self._count(slot.spec.numel), device=like.device)
                 found[name + SCALES] = scales.as_subclass(KeptWhole)
             else:
-                found[name] = torch.zeros_like(like)
+                found[name] = torch.zeros_like(like, dtype=self.plain)
         return found
+
+
+class _OfBitsandbytes(BlockStates):
+    """The states of one optimizer of bitsandbytes. A state is three tensors: codes, scales, and the values of codes,
+    which are the same for all parameters."""
+
+    names: tuple[str, ...] = ("state1", "state2")
+    block = 256
+    begin = 0
+    plain = torch.float32
+
+    def _take(self, optimizer: Any) -> None:
+        cls = type(optimizer)
+        if not any(each.__name__ == "Optimizer2State" for each in cls.__mro__):
+            self.names = self.names[:1]
+        optimizer.check_overrides()  # of single parameters, by its `GlobalOptimManager`; else called in the first step
+        optimizer.initialized = True
+        optimizer.init_state = self._begin
+        # Those of the class hide states from FSDP1, and call no hooks.
+        optimizer.state_dict = self._state_dict
+        optimizer.load_state_dict = self._load
+
+    def is_quantized(self, slot: Slot) -> bool:
+        """Whether one process would quantize states of the parameter."""
+        group = self.optimizer.param_groups[slot.group]
+        number = next(i for i, each in enumerate(group["params"]) if each is slot.parameter)
+        config = self.optimizer.get_config(slot.group, number, group)
+        return bool(config["optim_bits"] == 8 and slot.spec.numel >= config["min_8bit_size"])
+
+    def _check(self, slot: Slot) -> None:
+        if _dtensor.is_dtensor(slot.parameter):
+            raise UsageError(
+                f"block_states: {slot.name} is a DTensor, which bitsandbytes' kernels do not take. Use "
+                "FullyShardedDataParallel in place of fully_shard"
+            )
+        super()._check(slot)
+
+    def _begin(self, group: Any, parameter: torch.Tensor, *numbers: int) -> None:
+        """In place of the method of the class."""
+        if (slot := self.slot_of(parameter)) is None:
+            return type(self.optimizer).init_state(self.optimizer, group, parameter, *numbers)
+        state = self.optimizer.state[parameter]
+        state["step"] = self.begin
+        for name in self.names:
+            state |= self._made(slot, name)
+
+    def _made(self, slot: Slot, name: str) -> State:
+        local, number = slot.handle.face.local_of(slot.parameter).detach(), name[-1]
+        if not self.is_quantized(slot):
+            return {name: torch.zeros_like(local, dtype=self.plain)}
+        if not self.optimizer.name2qmap:
+            self.optimizer.fill_qmap()
+        values = self.optimizer.name2qmap["dynamic" if number == "1" else "udynamic"].to(local.device)
+        scales = torch.zeros(self._count(local.numel()), device=local.device)
+        return {name: torch.zeros_like(local, dtype=torch.uint8), f"qmap{number}": values, f"absmax{number}": scales}
+
+    def _local(self, slot: Slot, state: State, name: str) -> Any:
+        if (scales := state.get(f"absmax{name[-1]}")) is None:
+            return None
+        codes = state[name]
+        return SimpleNamespace(codes=codes, scale=scales, shape=codes.shape, numel=codes.numel)  # as torchao has it
+
+    def _state_dict(self) -> State:
+        return torch.optim.Optimizer.state_dict(self.optimizer)
+
+    def _load(self, state_dict: State, **settings: Any) -> None:
+        optimizer = self.optimizer
+        type(optimizer).load_state_dict(optimizer, self._before_loading(optimizer, state_dict), **settings)
+
+    def _name_of(self, key: str) -> str:
+        return f"state{key[-1]}" if key[:-1] in ("absmax", "qmap") else key
 
 
 def _form_of(local: Any) -> str:
@@ -304,31 +402,38 @@ def _fill(local: Any, codes: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def block_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let a low-bit optimizer of torchao (Adam and AdamW with 8 or 4 bits, or float8) have the states of one process.
+    """Let a low-bit optimizer of torchao (Adam and AdamW with 8 or 4 bits, or float8), or one of bitsandbytes with 8
+    bits (Adam, AdamW, Lion, SGD, RMSprop, Adagrad), have the states of one process.
 
-    These optimizers quantize states in blocks, each with a scale, if a parameter has at least 4,096 elements and whole
-    blocks of them. On shards both would depend on the number of ranks. With this, the sizes of whole parameters decide,
-    and cuts inside of blocks are refused: wrap with `layout=flatfsdp.layout.state_blocks()`. Under `fully_shard`, the
-    rows of a rank must be whole blocks.
+    These optimizers quantize states in blocks, each with a scale, if a parameter has at least 4,096 elements (torchao:
+    and whole blocks of them). On shards both would depend on the number of ranks. With this, the sizes of whole
+    parameters decide, and cuts inside of blocks are refused: wrap with the class of the optimizer as `layout=`. Under
+    `fully_shard`, the rows of a rank must be whole blocks, and optimizers of bitsandbytes are refused.
 
     `FullyShardedDataParallel.optim_state_dict` and checkpoints have `exp_avg.codes` (`codes_4bit`, or
-    `codes_float8_e4m3fn`), a byte for each element, and `exp_avg.scales` in place of `exp_avg`, for any number of ranks
-    and any cuts; so has one process that calls this. That is collective. `optimizer_in_backward` and schedulers work as
-    before.
+    `codes_float8_e4m3fn`), a byte for each element, and `exp_avg.scales` in place of `exp_avg`; with bitsandbytes
+    `state1.codes` and `state1.scales` in place of `state1`, `absmax1` and `qmap1`. They are for any number of ranks and
+    any cuts; so are those of one process that calls this. That is collective. `optimizer_in_backward` and schedulers
+    work as before.
 
     Args:
         optimizer: over parameters of models that were wrapped before (`use_orig_params=True`, or `fully_shard`). It is
             changed, and returned. Copies and pickles of it need this call again.
 
     Raises:
-        ConfigTypeError: it is no low-bit optimizer of torchao.
+        ConfigTypeError: it is no low-bit optimizer of torchao or bitsandbytes, or one that looks at whole tensors
+            (LAMB, LARS), has states of two averages (AdEMAMix), or moves states to the host (paged ones).
         UsageError: a parameter that is cut inside of a block, flat, of tensor parallelism, or not row-major; it was
             called before.
     """
-    wanted = ("_new_buffer", "_subclass_zeros")
-    if not isinstance(optimizer, torch.optim.Optimizer) or not all(hasattr(optimizer, each) for each in wanted):
-        refuse_type("block_states: optimizer", optimizer, "a low-bit Adam or AdamW of torchao.optim")
+    forms = {("_new_buffer", "_subclass_zeros"): BlockStates, ("init_state", "name2qmap"): _OfBitsandbytes}
+    found = [form for wanted, form in forms.items() if all(hasattr(optimizer, each) for each in wanted)]
+    others = "lamb", "lars", "ademamix"
+    is_other = getattr(optimizer, "optimizer_name", "") in others or getattr(optimizer, "is_paged", False)
+    if not isinstance(optimizer, torch.optim.Optimizer) or not found or is_other:
+        accepted = "a low-bit Adam or AdamW of torchao.optim; or an 8-bit one of bitsandbytes.optim, other than LAMB, "
+        refuse_type("block_states: optimizer", optimizer, f"{accepted}LARS, AdEMAMix and paged ones")
     if optimizer in steps_on_wholes:
         raise UsageError(f"block_states(): it was called for this {type(optimizer).__name__} before, or matrix_steps()")
-    BlockStates(optimizer)
+    found[0](optimizer)
     return optimizer

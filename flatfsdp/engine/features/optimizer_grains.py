@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import UsageError, refuse_type, refuse_value
 from ..flat.layout_views import spec_of
-from ..planning.grains import Grain, Preferred, Rows, Whole, state_blocks
+from ..planning.grains import Elements, Grain, Preferred, Rows, Whole, state_blocks
 from .matrix_adapters import ADAPTERS, NAMED, Adapter
 
 GrainOf = Callable[[str, nn.Parameter], "Grain | None"]
@@ -33,7 +33,8 @@ def for_optimizer(optimizer: Any, *, sees: str | None = None) -> GrainOf:
 
     - With `matrix_steps`: each matrix of a trainable parameter is `Preferred` on one rank, balanced by the cost of its
       steps. What does not fit within the padding that is worth it is exchanged; `summary` has how many.
-    - With `block_states`: `state_blocks` of the optimizer's block size.
+    - With `block_states`: `state_blocks` of the optimizer's block size; with bitsandbytes, whose last blocks may be
+      smaller, blocks of every parameter of at least `min_8bit_size` elements.
 
     Args:
         optimizer: a class, or a `functools.partial` of one.
@@ -52,14 +53,20 @@ def for_optimizer(optimizer: Any, *, sees: str | None = None) -> GrainOf:
     adapter = ADAPTERS.get(cls) if sees is None else NAMED[sees]
     if adapter is not None:
         return partial(_preferred, adapter)
-    takes = inspect.signature(cls).parameters
+    takes = {name: each.default for name, each in inspect.signature(cls).parameters.items()} | settings
     if hasattr(cls, "_subclass_zeros") and "block_size" in takes:
-        return state_blocks(settings.get("block_size", takes["block_size"].default))
+        return state_blocks(takes["block_size"])
+    if "min_8bit_size" in takes:
+        return partial(_in_blocks, takes["min_8bit_size"])
     raise UsageError(
         f"layout: it is not known what {cls.__module__}.{cls.__qualname__} has to see completely. An element-wise "
         "optimizer needs no layout; for others pass flatfsdp.layout.for_optimizer(..., sees=...), as for matrix_steps, "
         "or grains by name"
     )
+
+
+def _in_blocks(least: int, name: str, parameter: nn.Parameter) -> Grain | None:
+    return Elements(256) if parameter.numel() >= least else None
 
 
 def _preferred(adapter: Adapter, name: str, parameter: nn.Parameter) -> Grain | None:

@@ -8,7 +8,7 @@ pass over the live models, and one over the parameters if its writes change no v
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -96,13 +96,14 @@ steps_on_wholes = weakref.WeakKeyDictionary()
 _MATRICES = "whole tensors, at their norms, rows or products", "Let it step on whole ones with flatfsdp.matrix_steps()"
 _BLOCKS = (
     "blocks of states",
-    ("Wrap with layout=flatfsdp.layout.state_blocks(), and call flatfsdp.block_states(optimizer)"),
+    "Wrap with layout= of its class, and call flatfsdp.block_states(optimizer)",
 )
 _SEE_WHOLES: dict[str, tuple[str, str]] = {
     "torch.optim.Muon": _MATRICES,
     "torch.optim.Adafactor": _MATRICES,
     "transformers.optimization.Adafactor": _MATRICES,
     **{f"torchao.optim.adam.Adam{kind}": _BLOCKS for kind in ("8bit", "4bit", "Fp8", "W8bit", "W4bit", "WFp8")},
+    **{f"bitsandbytes.optim.{kind.lower()}.{kind}8bit": _BLOCKS for kind in ("Adam", "AdamW", "Lion")},
 }
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
@@ -332,9 +333,9 @@ def _check_uncut(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def check_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, where: str) -> None:
-    """Raise UsageError if a state of `parameter`, found `where`, has another shape than this rank's part of it."""
-    for key, value in optimizer.state.get(parameter, {}).items():
+def check_shapes(state: Mapping[str, Any], parameter: torch.Tensor, where: str) -> None:
+    """Raise UsageError if a `state` of `parameter`, found `where`, has another shape than this rank's part of it."""
+    for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
             raise UsageError(
                 f"the optimizer has state from before wrapping, or of another rank: {key!r} of {where} has shape "
@@ -390,7 +391,7 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
                 raise UsageError(f"the optimizer holds {where}, {handle.face.words.unstepped}")
             # Others check their states themselves, some on all ranks together; those of whole tensors have any shape.
             if optimizer not in steps_on_wholes and not handle.layout.is_uncut(index):
-                check_shapes(optimizer, parameter, where)
+                check_shapes(optimizer.state.get(parameter, {}), parameter, where)
     for model in registry.models if strangers else ():
         for module in model.outermost.entries if model.setup.placed else ():  # modules may be deleted before the model
             check_registered(module, model.units, among=strangers)
