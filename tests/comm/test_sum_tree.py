@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from flatfsdp.engine.comm.sum_tree import Block, SumTree
+from flatfsdp.engine.comm.sum_tree import Block, BlockExchange, SumTree, merged
 
 pytestmark = pytest.mark.unit
 
@@ -32,8 +32,9 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 31])
 def test_halves_and_parents(count: int) -> None:
-    tree, seen, left = SumTree(count), [], [SumTree(count).root]
-    assert tree.parent(tree.root) is None
+    tree, seen = SumTree(count), []
+    (root,) = left = [*tree.blocks_of(range(count))]
+    assert tree.parent(root) is None
     while left:
         block = left.pop()
         seen.append(block)
@@ -43,8 +44,7 @@ def test_halves_and_parents(count: int) -> None:
             assert leaves_of(tree, block) == [index for half in halves for index in leaves_of(tree, half)]
             left += halves
     assert len(seen) == 2 * count - 1
-    assert leaves_of(tree, tree.root) == [*range(count)]
-    assert tree.blocks_of(range(count)) == (tree.root,)
+    assert leaves_of(tree, root) == [*range(count)]
 
 
 def test_aligned_ranks_send_one_block() -> None:
@@ -73,25 +73,20 @@ def test_any_partition(seed: int) -> None:
         held: dict[Block, torch.Tensor] = {}
         for index in own:  # like a binary counter: merged as soon as possible
             held[0, index] = leaves[index].clone()
-            for block in tree.merged(held):
-                if block not in held:
-                    leaves_inside = set(leaves_of(tree, block))
-                    parts = {
-                        each: held.pop(each) for each in [*held] if leaves_inside.issuperset(leaves_of(tree, each))
-                    }
-                    into = draw.choice([*parts.values()])
-                    tree.add_up(block, parts, into)
-                    held[block] = into
+            for block, left, right in merged(tree, (*held,))[1]:
+                held[block] = held.pop(left) + held.pop(right)
         assert sorted(held) == sorted(tree.blocks_of(own))
         sent |= held
     before = {block: term.clone() for block, term in sent.items()}
     target = draw.choice([torch.empty(7), *sent.values()])
-    tree.add_up(tree.root, sent, target)
+    exchange = BlockExchange.of(tree, tuple(frozenset(leaves_of(tree, block)) for block in sent), frozenset())
+    assert exchange.results == tree.blocks_of(range(count))
+    exchange.add_up(sent, [target])
     assert bits(target) == bits(by_definition(leaves))
     assert all(bits(term) == bits(before[block]) for block, term in sent.items() if term is not target)
 
 
 def test_zeros_keep_their_sign() -> None:
-    tree, total = SumTree(2), torch.empty(2)
-    tree.add_up(tree.root, {(0, 0): torch.tensor([-0.0, 0.0]), (0, 1): torch.tensor([-0.0, -0.0])}, total)
+    exchange, total = BlockExchange.of(SumTree(2), (frozenset({0}), frozenset({1})), frozenset()), torch.empty(2)
+    exchange.add_up({(0, 0): torch.tensor([-0.0, 0.0]), (0, 1): torch.tensor([-0.0, -0.0])}, [total])
     assert total.signbit().tolist() == [True, False]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -254,6 +254,31 @@ def reentrant(rank: int, world: int) -> str:
 def test_reentrant_parts(run: Run) -> None:
     for message in run(2, reentrant):
         assert "came in two parts" in message
+
+
+def reentrant_under_no_sync(rank: int, world: int) -> list[str]:
+    """Gradients that come in parts for the first time when those before them are still in their place; then in the next
+    step; then in one of parts alone."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(Twice(), use_orig_params=True, deterministic_sums=True)
+
+    def program(recomputed: Container[int], stop: int = 4) -> None:
+        with model.no_sync():
+            for index in range(stop):
+                model.module.recomputes = index in recomputed
+                run_one(model, index, 4)
+
+    words = []
+    for recomputed in ((), (1,), (1,), range(4)):
+        words.append(words_of(lambda recomputed=recomputed: program(recomputed)))
+        model.zero_grad()
+    return words
+
+
+def test_parts_that_were_added_one_by_one(run: Run) -> None:
+    ((before, first, *later),) = run(1, reentrant_under_no_sync)
+    assert "came in two parts" in first
+    assert {before, *later} == {"no error"}
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 
 Block = tuple[int, int]  # level and position: the microbatches from position << level on
+Addition = tuple[Block, Block, Block]  # a sum, and its halves
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,6 @@ class SumTree:
     """
 
     leaves: int
-
-    @property
-    def root(self) -> Block:
-        """The sum of all."""
-        return self._lowest((self.leaves - 1).bit_length(), 0)
 
     def _lowest(self, level: int, position: int) -> Block:
         while level and (2 * position + 1) << level - 1 >= self.leaves:
@@ -43,53 +40,36 @@ class SumTree:
         return (level - 1, 2 * position), self._lowest(level - 1, 2 * position + 1)
 
     def parent(self, block: Block) -> Block | None:
-        """The sum of which it is a half; None for the root."""
+        """The sum of which it is a half; None for the sum of all."""
         level, position = block
-        while block != self.root:
+        while 1 << level < self.leaves:
             level, position = level + 1, position // 2
             if (found := self._lowest(level, position)) != block:
                 return found
         return None
 
-    def merged(self, blocks: Iterable[Block]) -> list[Block]:
-        """The fewest blocks that are the sum of these, which have no microbatch in common; in order."""
-        found, left = set[Block](), [*blocks]
-        while left:
-            block = left.pop()
-            parent = self.parent(block)
-            other = next((half for half in self.halves(parent) if half != block), None) if parent is not None else None
-            if parent is None or other not in found:
-                found.add(block)
-            else:
-                found.remove(other)
-                left.append(parent)
-        return sorted(found, key=lambda block: block[1] << block[0])
-
     def blocks_of(self, microbatches: Iterable[int]) -> tuple[Block, ...]:
         """The fewest blocks with these microbatches; in order."""
-        return tuple(self.merged((0, index) for index in microbatches))
+        return merged(self, tuple((0, index) for index in microbatches))[0]
 
-    def add_up(self, block: Block, terms: Mapping[Block, torch.Tensor], output: torch.Tensor) -> None:
-        """Write the sum of those of `terms` that are parts of `block`, and all of it, to `output`, which may be one of
-        them: no other is written to."""
-        total = terms.get(block)
-        if total is None:
-            is_term = any(term.data_ptr() == output.data_ptr() for term in terms.values())
-            into = (
-                torch.empty_like(output) if is_term and len(terms) > 2 else output
-            )  # two are read as they are written
-            total = self._sum(block, terms, into)
-        if total.data_ptr() != output.data_ptr():
-            output.copy_(total)
 
-    def _sum(self, block: Block, terms: Mapping[Block, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        """The sum of `block`: a term, or in `output`."""
-        if (term := terms.get(block)) is not None:
-            return term
-        left, right = self.halves(block)
-        one = self._sum(left, terms, output)
-        other = self._sum(right, terms, torch.empty_like(output) if one is output and right not in terms else output)
-        return torch.add(one, other, out=output)
+@lru_cache(maxsize=256)  # the same for all units, and mostly in all steps
+def merged(tree: SumTree, blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Addition, ...]]:
+    """The fewest blocks that are the sum of these, which have no microbatch in common, in order; and the additions that
+    lead there."""
+    found, additions = set[Block](), list[Addition]()
+    for block in sorted(blocks, key=_first):
+        while (parent := tree.parent(block)) is not None and not found.isdisjoint(halves := tree.halves(parent)):
+            found.difference_update(halves)
+            additions.append((parent, *halves))
+            block = parent
+        found.add(block)
+    return tuple(sorted(found, key=_first)), tuple(additions)
+
+
+def _first(block: Block) -> int:
+    """Its first microbatch."""
+    return block[1] << block[0]
 
 
 @dataclass(frozen=True)
@@ -98,20 +78,20 @@ class BlockExchange:
 
     Attributes:
         of_ranks: the blocks that each rank sends; kept: those of which every rank has its piece from earlier ones.
-        results: the blocks that they are merged to.
+        results, additions: the blocks that they are merged to, and how.
     """
 
-    tree: SumTree
     of_ranks: tuple[tuple[Block, ...], ...]
     kept: tuple[Block, ...]
     results: tuple[Block, ...]
+    additions: tuple[Addition, ...]
 
     @staticmethod
-    @lru_cache(maxsize=256)  # the same for all units, and mostly in all steps
+    @lru_cache(maxsize=256)
     def of(tree: SumTree, added: tuple[frozenset[int], ...], before: frozenset[int]) -> BlockExchange:
         """The exchange of the microbatches that each rank has added, where pieces of those `before` are kept."""
         sent, kept = tuple(map(tree.blocks_of, added)), tree.blocks_of(before)
-        return BlockExchange(tree, sent, kept, tree.blocks_of(before.union(*added)))
+        return BlockExchange(sent, kept, *merged(tree, (*chain(*sent), *kept)))
 
     @property
     def most(self) -> int:
@@ -119,6 +99,10 @@ class BlockExchange:
         return max(map(len, self.of_ranks))
 
     def add_up(self, terms: Mapping[Block, torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Write the results to `outputs`."""
-        for block, output in zip(self.results, outputs, strict=True):
-            self.tree.add_up(block, terms, output)
+        """Write the results to `outputs`. A single one may be one of `terms`: no other is written to."""
+        found, into = dict(terms), dict(zip(self.results, outputs, strict=True))
+        for block, left, right in self.additions:
+            found[block] = torch.add(found.pop(left), found.pop(right), out=into.get(block))
+        for block, output in into.items():
+            if found[block].data_ptr() != output.data_ptr():
+                output.copy_(found[block])

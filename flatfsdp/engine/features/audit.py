@@ -265,7 +265,7 @@ class Audit:
         model, found = self._model(), self._checksums(index)
         if model is not None and found is not None:
             unit = next(each for each in model.units if handle in each.handles)
-            self._add(found, "the gradient of ", unit, handle, gradient)
+            self._add(found, "the gradient of ", unit, handle, -gradient)  # -0.0, where none came, counts as zero
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare, before the first optimizer of a step changes anything. Collective; every rank runs the model."""

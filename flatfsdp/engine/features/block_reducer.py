@@ -9,13 +9,12 @@ from functools import partial
 import torch
 
 from ..comm.process_group_transport import all_of
-from ..comm.sum_tree import Block, BlockExchange, SumTree
+from ..comm.sum_tree import Block, BlockExchange, merged
 from ..comm.tensor_groups import TensorGroup
 from ..comm.transport import Reducer, Transport
 from ..device.memory import MemoryTracker
 from ..device.streams import DONE, PendingWork, Stream
-from ..flat.flat_param import FlatParamHandle
-from ..flat.gradient_slots import Window
+from ..flat.gradients import Gradients
 from ..flat.layout_views import segments_of
 from ..flat.reduction import ReductionInput
 from ..transports.block_sums import RankBlocks
@@ -49,47 +48,72 @@ class BlockSums:
     """The sums of microbatches of one flat parameter that this rank holds.
 
     Attributes:
-        blocks: unsharded, of backwards that have not been reduced; None for zeros.
+        window: the block whose gradients the running backward leaves in the slots, or has left; None for nothing.
+        blocks: other ones, unsharded, of backwards that have not been reduced; None if no gradient came.
+        reduced: those that a reduction reads, of which the last is in the buffer of the engine.
         kept: this rank's pieces of blocks that were reduced over the shard axis. The last one is the partial sum that
             the engine keeps. [Note: partial sums]
-        since: the number of exchanges of the step when they were.
+        since, before: the number of exchanges of the step in the last reduction, and in the one before.
     """
 
-    def __init__(self, handle: FlatParamHandle, ledger: Ledger, reuse: Callable[[Window], None]) -> None:
-        """`reuse` takes the memory of a window that was taken."""
-        self.handle, self.ledger, self._reuse = handle, ledger, reuse
-        self._tracker = handle.tracker
+    def __init__(self, grads: Gradients, ledger: Ledger) -> None:
+        self.grads, self.handle, self.ledger = grads, grads.handle, ledger
+        grads.memory.missing = -0.0  # which, unlike 0.0, changes no bit of what it is added to
+        self._tracker = self.handle.tracker
+        self.window: Block | None = None
         self.blocks: dict[Block, Held | None] = {}
+        self.reduced: dict[Block, Held] = {}
         self.kept: dict[Block, torch.Tensor] = {}
-        self.since = 0
+        self.since = self.before = 0
         self._uncount: Callable[[], object] = _nothing
 
-    def add(self, microbatch: int, window: Window | None) -> None:
-        """Add a microbatch, and merge blocks as far as possible."""
-        held = None
+    def begin(self, microbatch: int | None, *, is_left: bool) -> None:
+        """The backward of `microbatch` begins, None for one that adds nothing. `is_left`: the one before has left its
+        gradients. They stay where they are if those of `microbatch` are the next in the sum of both, and are a block of
+        their own otherwise."""
+        block = (0, microbatch) if microbatch is not None else None
+        if is_left and self.window is not None:
+            tree = self.ledger.running.tree
+            parent = tree.parent(block) if block and not (self.grads.repeats or self.ledger.look) else None
+            if parent is not None and tree.halves(parent) == (self.window, block):
+                self.window = parent
+                return
+            self._take()
+        self.window = block
+
+    def _take(self) -> None:
+        """Take the window, and merge blocks as far as possible."""
+        held, window = None, self.grads.take_window() if self.grads.accumulation.window_open else None
         if window is not None:
-            held = Held(window[0].tensor, window[2], partial(self._reuse, window), window[0].disown)
-            if self.ledger.look is not None:
-                self.ledger.look(self.handle, microbatch, held.tensor)
-        self.blocks = self._merged({**self.blocks, (0, microbatch): held}, None)
+            held = Held(window[0].tensor, window[2], partial(self.grads.reuse, window), window[0].disown)
+            self._check(held.tensor, again=False)
+        assert self.window is not None
+        self.blocks = self._merged({**self.blocks, self.window: held}, None)
+
+    def _check(self, gradient: torch.Tensor, *, again: bool) -> None:
+        """Look at the `gradient` in the slots, which was reduced before if it comes `again`. Refuse one in parts, which
+        were added to others one by one."""
+        level, position = self.window or (0, None)
+        if again or (level and self.grads.repeats):
+            self.ledger.refuse(
+                f"deterministic_sums=True: gradients of unit {self.handle.label} came in two parts, which would be "
+                "added in another order under no_sync(). Use checkpoint(..., use_reentrant=False)"
+            )
+        if self.ledger.look is not None and not level:
+            self.ledger.look(self.handle, position, gradient)
 
     def _merged(self, blocks: Mapping[Block, Held | None], own: Held | None) -> dict[Block, Held | None]:
         """`blocks`, merged as far as possible; `own` is not freed."""
-        tree = self.ledger.running.tree
-        return {block: self._merge(tree, block, blocks, own) for block in tree.merged(blocks)}
-
-    def _merge(self, tree: SumTree, block: Block, blocks: Mapping[Block, Held | None], own: Held | None) -> Held | None:
-        if block in blocks:
-            return blocks[block]
-        left, right = (self._merge(tree, half, blocks, own) for half in tree.halves(block))
-        if left is None or right is None:
-            if (found := left or right) is not None:
-                found.tensor.add_(0.0)  # -0.0 + 0.0
-            return found
-        into, other = (right, left) if right is own else (left, right)
-        torch.add(left.tensor, right.tensor, out=into.tensor)
-        other.free()
-        return into
+        found = dict(blocks)
+        for block, *halves in merged(self.ledger.running.tree, (*blocks,))[1]:
+            left, right = map(found.pop, halves)
+            found[block] = left or right
+            if left is not None and right is not None:
+                into, other = (right, left) if right is own else (left, right)
+                torch.add(left.tensor, right.tensor, out=into.tensor)
+                other.free()
+                found[block] = into
+        return found
 
     def keep(self, kept: Mapping[Block, torch.Tensor]) -> None:
         """Replace `kept`."""
@@ -103,9 +127,10 @@ class BlockSums:
         for held in self.blocks.values():
             if held is not None:
                 held.free()
-        self.blocks = {}
+        self.blocks, self.window = {}, None
         self.keep({})
-        self.since = 0
+        self.grads.accumulation.keep_partial(None, set())
+        self.since = self.before = 0
 
     def move_to_tracker(self, tracker: MemoryTracker) -> None:
         """Count the bytes in `tracker` from now on."""
@@ -119,22 +144,17 @@ class BlockSums:
         if self.ledger.step is None:
             self.ledger.refuse(UNFORESEEN)
         states = [each.carried for each in inputs if isinstance(each.carried, BlockSums)]
-        joined = [state._enter(each, alone=len(inputs) == 1) for state, each in zip(states, inputs, strict=True)]
+        for state, each in zip(states, inputs, strict=True):
+            state._enter(each, alone=len(inputs) == 1)
         complete = self.ledger.running.is_complete
-        first = BlockReducer(joined, scatter, is_last=complete and replicate is None)
-        return first, BlockReducer(joined, replicate, is_last=complete) if replicate is not None else None
+        first = BlockReducer(states, scatter, is_last=complete and replicate is None)
+        return first, BlockReducer(states, replicate, is_last=complete) if replicate is not None else None
 
-    def _enter(self, given: ReductionInput, *, alone: bool) -> Joined:
+    def _enter(self, given: ReductionInput, *, alone: bool) -> None:
         """Let the reduction of `given` include all blocks. `alone`: it is that of no other flat parameter."""
         step, buffer = self.ledger.running, given.buffer
         assert buffer is not None
-        if self.ledger.look is not None:
-            self.ledger.look(self.handle, self.ledger.current, buffer.tensor)
-        if self.since == len(step.exchanged):
-            self.ledger.refuse(
-                f"deterministic_sums=True: gradients of unit {self.handle.label} came in two parts, which would be "
-                "added in another order under no_sync(). Use checkpoint(..., use_reentrant=False)"
-            )
+        self._check(buffer.tensor, again=self.since == len(step.exchanged))
         given.earlier, given.scale = None, 1.0 / step.tree.leaves if step.is_complete else 1.0
         blocks, self.blocks = self.blocks, {}
         in_place = alone and self.handle.is_unsharded_at_rest
@@ -142,90 +162,77 @@ class BlockSums:
             blocks |= {block: Held(each, TensorGroup([each])) for block, each in self.kept.items()}
             self.keep({})
         own = Held(buffer.tensor, given.segments)
-        if (current := self.ledger.current) is not None:
-            blocks[0, current] = own
-        blocks = self._merged(blocks, own)
-        last = next((block for block, held in blocks.items() if held is own), None)
-        if last is None and blocks:  # a stand-in: there are zeros, which are not added
-            last, held = blocks.popitem()
+        if self.window is None and blocks:  # a stand-in: there are zeros, which are not added
+            self.window, held = blocks.popitem()
             if held is not None:
                 buffer.tensor.copy_(held.tensor)
                 held.free()
-        if last is not None:
-            blocks.pop(last, None)
-            blocks[last] = own
-        joined = Joined(self, {block: held or self._zeros(given) for block, held in blocks.items()}, self.since)
-        self.since = len(step.exchanged)
-        if in_place:
-            for held in joined.blocks.values():
-                held.disown()
-            self.keep({block: held.tensor for block, held in joined.blocks.items()})
-        return joined
+        if self.window is not None:
+            blocks[self.window] = own
+        self.before, self.since = self.since, len(step.exchanged)
+        merges = sorted(self._merged(blocks, own).items(), key=lambda each: each[1] is own)  # that one is the last
+        reduced = {block: held or self._zeros(given) for block, held in merges}
+        if not in_place:
+            self.reduced = reduced
+            return
+        for held in reduced.values():
+            held.disown()
+        self.keep({block: held.tensor for block, held in reduced.items()})
 
     def _zeros(self, given: ReductionInput) -> Held:
         assert given.buffer is not None
-        zeros = torch.zeros_like(given.buffer.tensor)
+        zeros = torch.full_like(given.buffer.tensor, self.grads.memory.missing)
         segments = segments_of(zeros, self.handle.layout) if given.segments[1:] else TensorGroup([zeros])
         free = self._tracker.allocate("slots", zeros.nbytes)
         return Held(zeros, segments, free, free)
 
 
-@dataclass(frozen=True, eq=False)
-class Joined:
-    """One flat parameter in a reduction: its unsharded blocks, of which the last is in the buffer of the engine, and
-    the number of exchanges when it was reduced before."""
-
-    state: BlockSums
-    blocks: Mapping[Block, Held]
-    since: int
-
-
 class BlockReducer:
     """One stage of a reduction, of one flat parameter or of several small ones."""
 
-    def __init__(self, joined: Sequence[Joined], transport: Reducer, *, is_last: bool) -> None:
+    def __init__(self, sums: Sequence[BlockSums], transport: Reducer, *, is_last: bool) -> None:
         """`is_last`: whether its results are gradients, and not sums of some microbatches."""
         assert isinstance(transport, Transport)
-        self._joined, self._transport, self._is_last = joined, transport, is_last
+        self._sums, self._transport, self._is_last = sums, transport, is_last
         self._axis = transport.group
-        self._step = joined[0].state.ledger.running
+        self._step = sums[0].ledger.running
 
     def reduce_scatter_base(self, output: torch.Tensor, full: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum the blocks of all ranks, and leave this rank's piece in `output`. Collective."""
-        return self._scatter(output, self._joined, stream)
+        return self._scatter(output, self._sums, stream)
 
     def reduce_scatter_coalesced(
         self, output: torch.Tensor, fulls: Sequence[torch.Tensor], stream: Stream
     ) -> PendingWork:
         """`reduce_scatter_base` of several tensors, whose results are concatenated. Collective."""
-        if len({each.since for each in self._joined}) == 1:
-            return self._scatter(output, self._joined, stream)
-        outputs = output.split([each.state.handle.layout.shard_numel for each in self._joined])
-        return all_of([self._scatter(out, [each], stream) for out, each in zip(outputs, self._joined, strict=True)])
+        if len({each.before for each in self._sums}) == 1:
+            return self._scatter(output, self._sums, stream)
+        outputs = output.split([each.handle.layout.shard_numel for each in self._sums])
+        return all_of([self._scatter(out, [each], stream) for out, each in zip(outputs, self._sums, strict=True)])
 
-    def _scatter(self, output: torch.Tensor, joined: Sequence[Joined], stream: Stream) -> PendingWork:
-        step, ranks, since = self._step, self._axis.ranks, joined[0].since
+    def _scatter(self, output: torch.Tensor, sums: Sequence[BlockSums], stream: Stream) -> PendingWork:
+        step, ranks, since = self._step, self._axis.ranks, sums[0].before
         added = tuple(step.added_by([rank], since) for rank in ranks)
         exchange = BlockExchange.of(step.tree, added, step.added_by(ranks, 0, since))
         blocks = [
-            self._pieces(TensorGroup.join([each.blocks[block].segments for each in joined]))
+            self._pieces(TensorGroup.join([each.reduced[block].segments for each in sums]))
             for block in exchange.of_ranks[self._axis.rank]
         ]
         with stream.running():
-            kept = [_joined_up([each.state.kept[block] for each in joined]) for block in exchange.kept]
+            kept = [_joined_up([each.kept[block] for each in sums]) for block in exchange.kept]
             if not exchange.results:
                 output.zero_()
             outputs = [*(torch.empty_like(output) for _ in exchange.results[:-1]), output]
 
         def finish() -> None:
-            for each in joined:
-                for held in each.blocks.values():
-                    held.free()
-            sizes = [each.state.handle.layout.shard_numel for each in joined]
+            for each in sums:
+                while each.reduced:
+                    each.reduced.popitem()[1].free()
+            sizes = [each.handle.layout.shard_numel for each in sums]
             pieces = [whole.split(sizes) for whole in outputs]
-            for number, each in enumerate(joined):
+            for number, each in enumerate(sums):
                 found = {block: whole[number] for block, whole in zip(exchange.results, pieces, strict=False)}
-                each.state.keep({} if self._is_last else found)
+                each.keep({} if self._is_last else found)
 
         if not exchange.results:
             finish()
@@ -241,12 +248,11 @@ class BlockReducer:
 
     def all_reduce(self, tensor: torch.Tensor, stream: Stream) -> PendingWork:
         """Sum the blocks of all ranks, of which the last is in `tensor`, in place. Collective."""
-        step, states = self._step, [each.state for each in self._joined]
-        groups = [states[0].ledger.groups.get(rank, frozenset({rank})) for rank in self._axis.ranks]
-        exchange = BlockExchange.of(step.tree, tuple(map(step.added_by, groups)), frozenset())
-        *others, last = states[0].kept or (None,)
+        groups = [self._sums[0].ledger.groups.get(rank, frozenset({rank})) for rank in self._axis.ranks]
+        exchange = BlockExchange.of(self._step.tree, tuple(map(self._step.added_by, groups)), frozenset())
+        *others, last = self._sums[0].kept or (None,)
         with stream.running():
-            whole = {block: _joined_up([state.kept[block] for state in states]) for block in others} | {last: tensor}
+            whole = {block: _joined_up([each.kept[block] for each in self._sums]) for block in others} | {last: tensor}
         pieces = [whole[block].view(-1).tensor_split(len(groups)) for block in exchange.of_ranks[self._axis.rank]]
         blocks = [[RankPieces([piece]) for piece in of_ranks] for of_ranks in pieces]
         shared = tensor.view(-1).tensor_split(len(groups))
@@ -255,8 +261,8 @@ class BlockReducer:
         work = self._sum(own, stream)
 
         def finish() -> None:
-            for state in states:
-                state.keep({})
+            for each in self._sums:
+                each.keep({})
 
         return work.followed_by(finish, *whole.values())
 

@@ -2,13 +2,13 @@
 
 [Note: deterministic sums] A step consists of the microbatches 0 to n - 1 of all ranks, each of them one forward and one
 backward of one rank. Their gradients are added in the order of a tree over the indices ([Note: tree of microbatches])
-and divided by n at the end. Autograd adds no two of them: what a backward under `no_sync()` leaves is taken away when
-the next one begins, and merged like the digits of a binary counter. A reduction sends each rank its pieces of the
-blocks that have remained, and each adds up what it gets. If that is not the whole step yet, it keeps its piece of each
-block, and the reduction is a partial one ([Note: partial sums]): no rank sees a `.grad` before the sum is complete.
+and divided by n at the end. What a backward under `no_sync()` leaves is merged like the digits of a binary counter: the
+next one adds to it if it has the other half of a sum, else it is taken away before. A reduction sends each rank its
+pieces of the blocks that have remained, and each adds up what it gets. If that is not the whole step yet, it keeps its
+piece of each block, and the reduction is a partial one ([Note: partial sums]): `.grad` is shown when it is complete.
 
 Ranks learn who has which microbatches from one exchange, when a backward that reduces begins. A parameter without a
-gradient in a microbatch counts as zero there, and so does a unit that it does not reach.
+gradient in a microbatch counts as -0.0 there, which changes no bit of a sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ..agreement.agreement import agreement_of
 from ..base import _torch
 from ..base.events import Observer
 from ..comm.sum_tree import SumTree
-from ..flat.gradients import Gradients
 from ..guards import optimizer_hooks
 from ..runtime.model import Model, model_of
 from ..runtime.unit import Unit
@@ -71,7 +70,7 @@ class DeterministicSums(Observer):
         self._threads = torch.get_num_threads()
         check_units(units)
         for grads in (grads for unit in units for grads in unit.grads):
-            grads.carried = BlockSums(grads.handle, self.ledger, grads.reuse)
+            grads.carried = BlockSums(grads, self.ledger)
 
     def options_changed(self) -> None:
         setup = self._model.setup
@@ -131,11 +130,11 @@ class DeterministicSums(Observer):
             self.check_complete("a backward of the next step")
             self.drop_step()
         with _torch.as_plain_tensors():  # parameters may refuse to be used
-            self._take_windows()
+            self._follow_drops()
         if microbatch is not None and microbatch.again:
             if not reduces:
                 ledger.refuse("a microbatch of an audit runs again while gradients are not to be synchronized")
-            ledger.step, ledger.current = Step(SumTree(microbatch.of), exchanged=[{}]), None  # nobody adds anything
+            ledger.step = Step(SumTree(microbatch.of), exchanged=[{}])  # nobody adds anything
             self._sum_partially()
             return
         if ledger.step is None:
@@ -144,7 +143,10 @@ class DeterministicSums(Observer):
             ledger.step = Step(SumTree(microbatch.of))
         if microbatch is not None and (problem := ledger.step.begin(microbatch)):
             ledger.refuse(problem)
-        ledger.current = microbatch.index if microbatch is not None else None
+        index = microbatch.index if microbatch is not None else None
+        with _torch.as_plain_tensors():
+            for each in self._sums:
+                each.begin(index, is_left=not self._has_reduced or each.since < len(ledger.step.exchanged))
         self._has_reduced = reduces
         if reduces:
             try:
@@ -156,14 +158,14 @@ class DeterministicSums(Observer):
                 self._sum_partially()
 
     @property
-    def _states(self) -> list[tuple[Gradients, BlockSums]]:
-        every = [grads for unit in self._model.units for grads in unit.grads]
-        return [(grads, grads.carried) for grads in every if isinstance(grads.carried, BlockSums)]
+    def _sums(self) -> list[BlockSums]:
+        every = [grads.carried for unit in self._model.units for grads in unit.grads]
+        return [each for each in every if isinstance(each, BlockSums)]
 
-    def _take_windows(self) -> None:
-        """Take what the last backward has left in units, before the next one adds to it."""
+    def _follow_drops(self) -> None:
+        """Drop the step if users have dropped the gradients that its last backward has left in units."""
         step, dropped, left = self.ledger.step, [], False
-        for grads, _ in self._states:
+        for grads in (each.grads for each in self._sums):
             filled = set(grads.slots.filled) if grads.accumulation.window_open else set()
             grads.stash_grads()  # drops what users have dropped
             left = left or bool(grads.slots.filled)
@@ -177,14 +179,6 @@ class DeterministicSums(Observer):
             )
         if dropped:
             self.drop_step()
-        if step is None or dropped:
-            return
-        for grads, state in self._states:
-            if self._has_reduced and state.since == len(step.exchanged):
-                continue  # its gradients of the last backward were
-            window = grads.take_window() if grads.accumulation.window_open else None
-            if self.ledger.current is not None:
-                state.add(self.ledger.current, window)
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -244,10 +238,9 @@ class DeterministicSums(Observer):
 
     def drop_step(self) -> None:
         """Drop all sums of the running step, partial ones too."""
-        for grads, state in self._states:
-            state.drop()
-            grads.accumulation.keep_partial(None, set())
-        self.ledger.step = self.ledger.current = None
+        for each in self._sums:
+            each.drop()
+        self.ledger.step = None
 
     @contextmanager
     def again(self, index: int, of: int) -> Iterator[None]:
@@ -258,8 +251,8 @@ class DeterministicSums(Observer):
                 yield
         finally:
             self.drop_step()
-            for grads, _ in self._states:
-                grads.accumulation.close_window()
+            for each in self._sums:
+                each.grads.accumulation.close_window()
 
     def check_complete(self, call: str) -> None:
         """Refuse a `call` that needs gradients while some microbatches of the step are to come, or if some units did
@@ -277,7 +270,7 @@ class DeterministicSums(Observer):
                 "what has run of the step by zero_grad() of the outermost module, on all ranks. One that runs after "
                 "the last of a step, also a stand-in, begins the next step"
             )
-        for grads, _ in self._states:
+        for grads in (each.grads for each in self._sums):
             if grads.accumulation.pending:
                 raise UsageError(
                     f"{call}: deterministic_sums=True, and unit {grads.handle.label} did not reduce its gradients of a "

@@ -155,7 +155,6 @@ class Ledger:
 
     Attributes:
         step: the running one; None between steps.
-        current: the microbatch of the running backward, or of the last one; None for a stand-in.
         groups: by global rank, the ranks of its shard group.
         look: if anything is attached that looks at gradients before they are added to others: called with a flat
             parameter, the index of the microbatch (None for a stand-in), and the unsharded gradient.
@@ -166,7 +165,6 @@ class Ledger:
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
         self.step: Step | None = None
-        self.current: int | None = None
         self.groups: dict[int, frozenset[int]] = {}
         self.look = None
 

@@ -49,7 +49,12 @@ Window = tuple[FlatBuffer, list[torch.Tensor], TensorGroup]  # memory, the slots
 
 
 class SlotMemory:
-    """The buffers of one handle's slots, reused in every backward: one for each dtype."""
+    """The buffers of one handle's slots, reused in every backward: one for each dtype, and those that had another owner
+    meanwhile.
+
+    Attributes:
+        missing: the value of gradients that do not come, where others do.
+    """
 
     def __init__(self, handle: FlatParamHandle, views: ParamViews, reducing: Sequence[ReductionInput]) -> None:
         """`reducing`: the reductions that still read buffers; the list changes with time."""
@@ -58,12 +63,14 @@ class SlotMemory:
         self.numels = [spec.numel for spec in handle.layout.params]
         self.indices = list(range(len(self.numels)))
         self._reducing = reducing
-        self._buffers: dict[torch.dtype, Window] = {}
+        self.missing = 0.0
+        self._buffers: dict[torch.dtype, list[Window]] = {}  # the last one is in use, or is the next
 
     def allocate(self, dtype: torch.dtype) -> Window:
         """The buffer of that dtype, with zeros in the padding, the slots in it, and its segments."""
         handle = self.handle
-        buffer, slots, segments = self._buffers.get(dtype, (None, [], TensorGroup()))
+        kept = self._buffers.setdefault(dtype, [])
+        buffer, slots, segments = kept[-1] if kept else (None, [], TensorGroup())
         if buffer is not None and buffer.allocated:
             # A late gradient while the buffer's reduction is in flight: finish that reduction first.
             release_inputs(self._reducing)
@@ -77,19 +84,19 @@ class SlotMemory:
             slots = full_views(buffer.tensor, handle.layout)
             whole = handle.is_unsharded_at_rest  # checked here, as the buffer is another one each time there
             segments = TensorGroup([buffer.tensor]) if whole else segments_of(buffer.tensor, handle.layout)
-        self._buffers[dtype] = buffer, slots, segments
+        kept[-1:] = [(buffer, slots, segments)]
         for gap in handle.layout.gaps:
             buffer.tensor[gap.slice].zero_()
         return buffer, slots, segments
 
     def forget(self, dtype: torch.dtype) -> Window:
         """Forget the buffer of that dtype, which gets another owner."""
-        return self._buffers.pop(dtype)
+        return self._buffers[dtype].pop()
 
     def reuse(self, given: Window) -> None:
-        """Free a buffer that was forgotten, and use it for the next slots, if there is no other."""
+        """Free a buffer that was forgotten, and use it for later slots: the next ones, if there is no other."""
         given[0].free()
-        self._buffers.setdefault(given[0].tensor.dtype, given)
+        self._buffers.setdefault(given[0].tensor.dtype, []).insert(0, given)
 
 
 class GradientSlots:
@@ -197,7 +204,7 @@ class GradientSlots:
         return self.buffer
 
     def close(self, reduce: torch.dtype) -> FlatBuffer:
-        """The gradients in `reduce`, with zeros for missing ones. Precondition: a shared buffer was taken over."""
+        """The gradients in `reduce`, and zeros for missing ones. Precondition: a shared buffer was taken over."""
         if self.collected:
             self.move_collected()
         if self.return_buffer is None:
@@ -206,7 +213,7 @@ class GradientSlots:
         if len(self.filled) < len(self._slots):
             for i, slot in enumerate(self._slots):
                 if i not in self.filled:
-                    slot.zero_()
+                    slot.fill_(self._memory.missing)
         if buffer.tensor.dtype != reduce:
             wide, self.dtype = buffer, reduce
             buffer = self.open()

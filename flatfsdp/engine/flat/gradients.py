@@ -47,7 +47,8 @@ class Gradients:
         missing: those that are still awaited.
         collects_in: autograd's graph task in which gradients that come for the first time are only collected, if any.
         reducing: the reductions of this backward; always the same list.
-        slots: where gradients go that arrive now.
+        slots: where gradients go that arrive now; memory: the buffers for them.
+        repeats: whether the gradient of one leaf has come more than once in a backward, so far.
         outlive_params: whether the parameters are not read any more when all gradients have come.
         accumulation: the state that lasts from backward to backward.
         completes: whether the reductions in flight are more than partial sums.
@@ -67,12 +68,13 @@ class Gradients:
         self.accumulation = Accumulation(handle)
         self.carried: Carried | None = None
         self.marks = Marks()
-        self._memory = SlotMemory(handle, views, self.reducing)
-        self.slots = GradientSlots(self._memory, handle.precision.reduce, 1.0)
+        self.memory = SlotMemory(handle, views, self.reducing)
+        self.slots = GradientSlots(self.memory, handle.precision.reduce, 1.0)
         self._factor_of_sum = 1.0
         self._hooked = False  # [Note: communication hooks]
         self.outlive_params = False
         self.completes = True
+        self.repeats = False
         self._begun = False  # a backward has, and its gradients are not `.grad` yet
         self.hooks, self.muted, self.watched = LeafHooks(), False, False
         self._taken: Mapping[int, torch.Tensor] | None = None
@@ -194,6 +196,7 @@ class Gradients:
         if not (self.arrived or slots.collected):  # as nearly always
             slots.collected, self.arrived = found, set(found)
         else:
+            self.repeats = self.repeats or not self.arrived.isdisjoint(found)
             if not slots.collected.keys().isdisjoint(found):
                 slots.move_collected()
             slots.collected.update(found)
@@ -260,12 +263,12 @@ class Gradients:
             return None
         slots.close(reduce)
         kept.contributed = kept.contributed | slots.filled
-        self.slots = GradientSlots(self._memory, reduce, slots.factor)
-        return self._memory.forget(reduce)
+        self.slots = GradientSlots(self.memory, reduce, slots.factor)
+        return self.memory.forget(reduce)
 
     def reuse(self, window: Window) -> None:
         """Free a window that was taken."""
-        self._memory.reuse(window)
+        self.memory.reuse(window)
 
     def start_reduction(self, *, completes: bool, hook: Callable[[torch.Tensor], Any] | None) -> ReductionInput:
         """A reduction's input: the gradients that arrived, with zeros for the others.
@@ -282,9 +285,9 @@ class Gradients:
         else:
             self.contributed = slots.filled
         if handle.is_unsharded_at_rest or self._hooked:
-            self._memory.forget(reduce)
+            self.memory.forget(reduce)
         return_buffer = slots.return_buffer
-        self.slots = GradientSlots(self._memory, reduce, slots.factor)
+        self.slots = GradientSlots(self.memory, reduce, slots.factor)
         kept.window_open, kept.awaited = False, frozenset() if completes else self.expected
         self.completes = completes
         made = ReductionInput(
@@ -383,7 +386,7 @@ class Gradients:
     def _drop_slots(self) -> None:
         self.marks.end(self.slots)
         self.slots.free()
-        self.slots = GradientSlots(self._memory, self.handle.precision.reduce, self.slots.factor)
+        self.slots = GradientSlots(self.memory, self.handle.precision.reduce, self.slots.factor)
         self.accumulation.close_window()
 
 

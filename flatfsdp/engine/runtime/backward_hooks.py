@@ -331,6 +331,8 @@ class BackwardHooks:
         own, grads, task = unit.backward, unit.grads[kind], _torch.graph_task()
         completed = unit in backward.schedule.completed
         again = index in grads.arrived
+        if again:
+            grads.repeats = True
         if (again or task != backward.task) and unit.leaves.single_use is not False:
             unit.leaves.single_use = False
             for each in unit.grads:

@@ -20,7 +20,7 @@ class RankBlocks:
         rank: this rank in its group.
         blocks: of each block of this rank the pieces of all ranks, which have `sizes` elements.
         kept: this rank's pieces of blocks that were exchanged before.
-        outputs: for the results, 1-D, at least one. The last may be this rank's piece of its last block.
+        outputs: for the results, 1-D, at least one. A single one may be this rank's piece of its last block.
         share: the pieces of all ranks of a tensor in which the last output is this rank's, if the others are to be
             filled, too.
     """

@@ -69,7 +69,11 @@ class RankPieces:
     def contiguous(self, start: int, end: int) -> torch.Tensor:
         """The elements from `start` to `end` as one tensor: a copy, unless they are in one piece."""
         slices = self.within(start, end) or [self.pieces[0][:0]]
-        return slices[0] if len(slices) == 1 else torch.cat(slices)
+        if len(slices) == 1:
+            return slices[0]
+        made = slices[0].new_empty(min(end, self.numel) - start)
+        self.copy_to(made, start)
+        return made
 
     def of(self, memory: torch.Tensor) -> RankPieces:
         """`memory`, 1-D with as many elements, split like these pieces."""
