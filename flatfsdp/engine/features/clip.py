@@ -39,13 +39,12 @@ from ..runtime.model import Model
 from ..runtime.unit import Unit
 from ..transports.blocking import all_reduce_now, gather_now
 from .deterministic_sums import DeterministicSums
-from .exact_sums import magnitudes, scale_for, sum_of_powers, value_of
+from .exact_sums import scale_for, side_by_side, sum_of_powers, value_of
 from .nonfinite import first_gradient, of_all_ranks
 from .optimizer_in_backward import optimizers_of
 
 Grads = list[torch.Tensor]
 _GRAD = attrgetter("grad")
-MOST = 100  # order of norms with deterministic sums
 COMPARED = 16  # different limits of the norm that ranks compare, of each model: a new one takes an exchange
 
 _limits: weakref.WeakKeyDictionary[Model, set[float]] = weakref.WeakKeyDictionary()  # compared so far
@@ -159,22 +158,17 @@ class _Gradients(NamedTuple):
         return torch.float64 if is_wide else torch.float32
 
     def exact_norm(self, p: int, device: torch.device) -> torch.Tensor:
-        """`norm` for a whole number, of which no bit depends on the order of ranks or elements. [Note: exact sums]"""
-        largest = torch.ones((), device=device)
-        if p:
-            every = chain(self.whole, *(grads for _, grads in self.sharded.values()))
-            largest = _power_sum(map(magnitudes, every), math.inf, device, self.wide)
-        for axis in chain(*(axes for axes, _ in self.sharded.values())) if p else ():
+        """`norm` for p = 1 or 2, of which no bit depends on the order of ranks or elements. [Note: exact sums]"""
+        every = [(axes, side_by_side(grads)) for axes, grads in (([], self.whole), *self.sharded.values())]
+        largest = _power_sum(chain(*(grads for _, grads in every)), math.inf, device, self.wide)
+        for axis in chain(*(axes for axes, _ in every)):
             largest = gather_now(axis, largest).amax()  # of all that is added up over this axis
-        scale = scale_for(largest)
-        total = sum_of_powers(self.whole, p, scale)
-        for axes, grads in self.sharded.values():
-            digits = sum_of_powers(grads, p, scale)
+        scale, sums = scale_for(largest), []
+        for axes, grads in every:
+            sums.append(sum_of_powers(grads, p, scale))
             for axis in axes:
-                all_reduce_now(axis, digits)
-            total += digits
-        found = value_of(total)
-        norm = found if p == 0 else found ** (1.0 / p) / scale
+                all_reduce_now(axis, sums[-1])
+        norm = value_of(torch.stack(sums).sum(0)) ** (1.0 / p) / scale
         return torch.where(largest.isfinite(), norm, largest).to(self.wide)
 
     def norm(self, p: float, device: torch.device) -> torch.Tensor:
@@ -214,7 +208,7 @@ def clip_grad_norm(
 
     A sharded gradient counts once over its shard group, and over the ranks of tensor parallelism that split its
     parameter; a gradient that every rank holds counts once. Collective over these groups: one scalar each, with or
-    without gradients, and 24 bytes more with deterministic sums. A norm that is not finite is so on all ranks; with
+    without gradients, and 16 bytes more with deterministic sums. A norm that is not finite is so on all ranks; with
     `error_if_nonfinite` all of them then exchange the gradient that caused it.
     """
     call = "clip_grad_norm_"
@@ -299,11 +293,10 @@ def _norm_of(
                 f"{call}: some of these models have deterministic_sums=True, and others not, so the joint norm would "
                 "depend on the number of ranks. Take the norm of each model, or set it for all"
             )
-        if p != int(p) or p > MOST:
+        if p not in (1, 2):
             raise UsageError(
-                f"{call}: norm_type {p:g} with deterministic_sums=True: powers are rounded alike on any number of "
-                f"ranks for whole numbers only, and are products of so many factors. Use 1, 2, another whole number up "
-                f"to {MOST}, or inf"
+                f"{call}: norm_type {p:g} with deterministic_sums=True, where 1, 2 and inf are supported: `pow` rounds "
+                "by where an element lies. Use one of these"
             )
         norm = found.exact_norm(int(p), device)
     else:

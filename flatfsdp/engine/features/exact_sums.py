@@ -1,87 +1,83 @@
 """Sums of powers of gradients that have the same bits on any number of ranks.
 
 [Note: exact sums] A sum of floating-point numbers depends on its order, one of whole numbers does not. So magnitudes
-are divided by the largest one, which all ranks know; each power, which is then at most 1, is cut off behind `DIGITS`
-digits of `BITS` bits; and digits are added up by themselves: in float64 as long as that is exact, then as whole
-numbers. What is cut off of an element is less than 2^-60 of the largest power. So nobody has to know where shards end,
-which rank has which elements, or how modules are wrapped.
+are divided by the largest one, which all ranks know; each power, which is then at most 1, is cut off to a multiple of
+2^-`BITS`; and these are added up as int64, which wraps around: what is left is the sum modulo 16. A second sum, in
+floating point, has errors that depend on the order, but shows how many times 16 are missing. So nobody has to know
+where shards end, which rank has which elements, or how modules are wrapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from ..base import _torch
 
-DIGITS, BITS = 3, 20
-IN_CACHES, TOGETHER = 2**16, 2**22  # elements that are added up at once: on a CPU; elsewhere, exactly in float64
+BITS, COARSE = 60, 16
+IN_CACHES, TOGETHER = 2**16, 2**22  # elements that are added up at once: on a CPU; elsewhere
 
 
 def scale_for(largest: torch.Tensor) -> torch.Tensor:
     """The factor, a float64 scalar, by which `largest`, which is finite, becomes 1, and no smaller magnitude more."""
-    return 1.0 / largest.double().clamp(min=2.0**-1000)
+    return 1.0 / largest.double().clamp(min=2.0**-960)
 
 
-def sum_of_powers(tensors: Iterable[torch.Tensor], p: int, scale: torch.Tensor) -> torch.Tensor:
-    """The digits of the sum of |scale * v|^p over all elements v of `tensors`, none of them above 1; for p = 0 those of
-    the number of non-zeros. int64 of shape (DIGITS,), on the device of `scale`, for fewer than 2^43 elements on all
-    ranks: digits of different ranks are added up as they are."""
-    total = torch.zeros(DIGITS, dtype=torch.int64, device=scale.device)
-    tensors = [*tensors]
+def sum_of_powers(tensors: Sequence[torch.Tensor], p: int, scale: torch.Tensor) -> torch.Tensor:
+    """The sum of |scale * v|^p, p being 1 or 2, over all elements v of 1-D `tensors`, none of them above 1. int64,
+    shape (2,), on the device of `scale`: the sum modulo 16 in units of 2^-`BITS`, and about the sum in units of
+    2^-`COARSE`. Those of ranks are added up as they are, for fewer than 2^43 elements on all of at most 2^16 ranks."""
     most = min(IN_CACHES if scale.device.type == "cpu" else TOGETHER, sum(each.numel() for each in tensors))
     # One piece after the other in the same memory: new memory for each took 40 of 95 ms for 12M elements on a CPU.
     memory = torch.empty(2, most, dtype=torch.float64, device=scale.device)
+    wrapped, about = torch.zeros_like(scale, dtype=torch.int64), torch.zeros_like(scale)
     for pieces in _together(tensors, most):
         sizes = [piece.numel() for piece in pieces]
-        values, rest = memory[:, : sum(sizes)]
+        values, powers = memory[:, : sum(sizes)]
         _torch.foreach_copy_([*values.split(sizes)], pieces)
-        _power(values.mul_(scale), p, rest)
-        for digit in total:
-            whole = torch.floor(rest.mul_(2.0**BITS), out=values)
-            digit += whole.sum().long()
-            rest -= whole
-    return total
+        values *= scale * 2.0 ** (BITS // p)
+        # Products are rounded alike wherever an element lies in a tensor; `pow` is not.
+        torch.abs(values, out=powers) if p == 1 else torch.mul(values, values, out=powers)
+        about += powers.sum()
+        wrapped += values.view(torch.int64).copy_(powers).sum()
+    return torch.stack([wrapped, (about * 2.0 ** (COARSE - BITS)).round().long()])
 
 
-def value_of(digits: torch.Tensor) -> torch.Tensor:
-    """The number with these digits, a float64 scalar."""
-    places = [2.0 ** (-BITS * place) for place in range(1, DIGITS + 1)]
-    return (digits.double() * digits.new_tensor(places, dtype=torch.float64)).sum()
+def value_of(sums: torch.Tensor) -> torch.Tensor:
+    """The sum, a float64 scalar, of which `sum_of_powers` has returned these, or several whose sum they are."""
+    wrapped, about = sums[0].double() * 2.0**-BITS, sums[1].double() * 2.0**-COARSE
+    modulus = 2.0 ** (64 - BITS)
+    return wrapped + ((about - wrapped) / modulus).round() * modulus
 
 
-def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, dense, or the magnitudes of its elements if they are complex."""
-    dense = (tensor.to_dense() if tensor.is_sparse else tensor).detach()
-    if not dense.is_complex():
-        return dense
-    real, imaginary = dense.real.double(), dense.imag.double()
-    return (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
-
-
-def _together(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """The elements of `tensors`, 1-D, in groups of at most so many; magnitudes of complex ones."""
-    group, room = list[torch.Tensor](), most
+def side_by_side(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements of `tensors`, or the magnitudes of complex ones, as 1-D tensors: those that follow each other in one
+    memory as one, since calls for each of many small ones take longer than the sums."""
+    found, sizes, follows = list[torch.Tensor](), list[int](), None
     for tensor in tensors:
-        left = magnitudes(tensor).reshape(-1)
-        while left.numel():
-            group.append(left[:room])
-            left, room = left[room:], room - group[-1].numel()
-            if not room:
-                yield group
-                group, room = [], most
+        flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1).contiguous()
+        if flat.is_complex():
+            real, imaginary = flat.real.double(), flat.imag.double()
+            flat = (real * real + imaginary * imaginary).sqrt()  # `abs` rounds by where an element lies
+        memory, start = (flat.untyped_storage()._cdata, flat.dtype), flat.storage_offset()
+        if (memory, start) == follows:
+            sizes[-1] += flat.numel()
+        else:
+            found.append(flat)
+            sizes.append(flat.numel())
+        follows = memory, start + flat.numel()
+    return [each.as_strided((size,), (1,)) for each, size in zip(found, sizes, strict=True)]
+
+
+def _together(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """The elements of `tensors`, 1-D, in groups of at most so many."""
+    group, room = list[torch.Tensor](), most
+    for left in tensors:
+        while left.numel() > room:
+            yield [*group, left[:room]]
+            group, left, room = [], left[room:], most
+        group.append(left)
+        room -= left.numel()
     if group:
         yield group
-
-
-def _power(values: torch.Tensor, p: int, out: torch.Tensor) -> None:
-    """|v|^p by products alone, which are rounded alike wherever an element lies in a tensor; `pow` is not."""
-    if p == 0:
-        torch.ne(values, 0, out=out)
-    elif p % 2:
-        torch.abs(values, out=out)
-    else:
-        torch.mul(values, values, out=out)
-    for _ in range(2 - p % 2, p):
-        out *= values
