@@ -45,9 +45,8 @@ def lived(rank: int, world: int, shards: int, units: str, layout: str, make: Any
         made = torch.distributed.new_subgroups(shards)[0]
         lists = [list(range(first, world, shards)) for first in range(shards)]
         groups = made, torch.distributed.new_subgroups_by_enumeration(lists)[0]
-    policy = {"model": None, "blocks": {Block}}[units]
     model = FullyShardedDataParallel(
-        Net(), groups, strategy, auto_wrap_policy=policy, use_orig_params=True, layout=layout
+        Net(), groups, strategy, auto_wrap_policy=POLICIES[units], use_orig_params=True, layout=layout
     )
     optimizer, figures = make(model), stats(model)
     for step in range(STEPS):
@@ -62,18 +61,21 @@ def lived(rank: int, world: int, shards: int, units: str, layout: str, make: Any
     return found | {"params": figures.bytes_params, "states": sum(map(local_bytes, states))}
 
 
+POLICIES: dict[str, Any] = {"model": None, "blocks": {Block}}
+
+
 @cache
-def planned(make: Any = adam) -> dict[tuple[int, str, str], Plan]:
-    """The plans of advice, by shards, units and layout."""
-    policies = {"model": None, "blocks": {Block}}
-    advice = advise(Net(), ranks=4, node=2, optimizer=make, units=policies, accelerator=False, use_orig_params=True)
-    return {(c.way.shards, c.way.units, c.way.layout): c.plan for c in advice.choices}
+def planned(make: Any, units: str, layout: str) -> dict[int, Plan]:
+    """The plans of advice, by shards."""
+    chosen: dict[str, Any] = {"units": {units: POLICIES[units]}, "layouts": {layout: layout}}
+    advice = advise(Net(), ranks=4, node=2, optimizer=make, accelerator=False, use_orig_params=True, **chosen)
+    return {each.way.shards: each.plan for each in advice.choices}
 
 
 @pytest.mark.parametrize(("make", "shards"), spread([adam, muon], [4, 2, 1]))
 def test_figures_are_those_of_the_real_run(shards: int, make: Any, run: Run) -> None:
     for units, layout in some((("model", "flat"), ("blocks", "flat"), ("blocks", "rows")), 2, shards // 2):
-        plan = planned(make)[shards, units, layout]
+        plan = planned(make, units, layout)[shards]
         found = run(4, lived, shards, units, layout, make)[0]
         assert found.pop("states") == sum(plan.optimizer.values())
         assert {key: getattr(plan, key) for key in found} == found
