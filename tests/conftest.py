@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are imported, most of which stays
     sharing.register(config)
     thorough.register(config)
     for tier, meaning in TIERS.items():
@@ -71,6 +72,7 @@ def pytest_collection_finish() -> None:
     in this process."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
