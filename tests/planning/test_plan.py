@@ -10,7 +10,6 @@ from math import prod
 import pytest
 
 import flatfsdp
-from flatfsdp.engine.features.matrix_adapters import elements_cost
 from flatfsdp.engine.features.post_forward import layout_over
 from flatfsdp.engine.layout.layout import FlatLayout, ParamSpec, Span
 from flatfsdp.engine.planning.grains import BUDGET, Blocks, Elements, Grain, Preferred, Rows, Whole
@@ -209,7 +208,7 @@ def test_whole_matrices_are_divided_by_cost_where_shards_stay_as_small() -> None
     found = holders(layout, 2)
     assert layout.padding == 0 and found["square"] != found["other"] and found["long"] != found["short"]
     assert holders(plan(params, grains, world=4, loads=(0, 9**9, 0, 9**9)), 4)["square"] in (0, 2)
-    by_elements: dict[str, Grain] = {name: Whole(cost=elements_cost) for name in shapes}
+    by_elements: dict[str, Grain] = {name: Whole(cost=prod) for name in shapes}
     assert plan(params, by_elements, world=2).padding == 0
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, is_, itemgetter, sub
@@ -34,7 +34,7 @@ from ..flat.faces import assign_grad
 from ..flat.flat_param import FlatParamHandle
 from ..layout.layout import Span
 from ..models import param_registry as registry
-from ..state.optim.optimizer_clone import clone_over
+from ..state.optim.optimizer_clone import Settings, clone_over, set_changes
 
 ELEMENTWISE = frozenset(
     {
@@ -253,7 +253,7 @@ class _Plan:
         for key in chain((key for key in optimizer.state if not isinstance(key, torch.Tensor)), *self._alone):
             if key in optimizer.state:
                 made.state[key] = optimizer.state[key]
-        self._given = dict(vars(made)), [dict(group) for group in made.param_groups]
+        self._given = Settings(made)
         return made
 
     def end(self, made: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
@@ -264,10 +264,7 @@ class _Plan:
             run.tensor.grad = None
             run.state = made.state.pop(run.tensor, {})
         states.update(made.state)
-        attributes, settings = self._given
-        optimizer.__dict__.update(_changed(vars(made), attributes))
-        for group, used, given in zip(optimizer.param_groups, made.param_groups, settings, strict=True):
-            group.update(_changed(used, given))
+        set_changes(optimizer, self._given.changes(made))
         with _torch.as_plain_tensors():
             torch.autograd.graph.increment_version(self.members)  # a write to the shard does not do this
         changed = not _same(_values([run.state for run in self.runs]), self._run_values)
@@ -473,10 +470,6 @@ def _like(local: torch.Tensor, parameter: Any) -> Any:
     if local.dtype != parameter.dtype:
         spec = _dtensor.new_spec(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype)
     return _dtensor.dtensor(local, spec)
-
-
-def _changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name not in given or value is not given[name]}
 
 
 def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:

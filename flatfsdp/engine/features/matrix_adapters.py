@@ -67,11 +67,6 @@ def _matrices(spec: ParamSpec) -> list[Seen]:
     return [Seen(Span(0, size).shift(size * number), tuple(shape), None, number) for number in range(experts)]
 
 
-def elements_cost(shape: Shape) -> int:
-    """The number of elements."""
-    return prod(shape)
-
-
 def roots_cost(shape: Shape) -> int:
     """About the multiplications of a Shampoo step: a square for each dimension is computed, its root, and applied."""
     return sum(2 * prod(shape) * size + size**3 for size in shape)
@@ -107,7 +102,7 @@ def check_muon(group: Mapping[str, Any], dtype: torch.dtype) -> None:
 
 
 MATRICES = Adapter(_matrices, matrix_cost)
-TENSORS = Adapter(_whole, elements_cost)
+TENSORS = Adapter(_whole, prod)
 ROOTS = Adapter(_whole, roots_cost)
 NAMED: Mapping[str, Adapter] = {"matrices": MATRICES, "tensors": TENSORS, "shampoo": ROOTS}
 ADAPTERS: Mapping[type[torch.optim.Optimizer], Adapter] = {

@@ -40,7 +40,7 @@ from .matrix_adapters import Seen
 
 # Flags of a matrix on one rank: of its gradient, if the rank has elements; and of its optimizer state, which is that of
 # the whole matrix, or of the rank's part.
-WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS, OTHER_GRADIENT, OTHER_STATE = 1, 2, 4, 8, 16, 32
+WITHOUT_GRADIENT, WITH_GRADIENT, WITH_STATE, IN_PARTS = 1, 2, 4, 8
 MATRICES = "matrices"  # the category of their memory: what is sent, what arrives, what owners put together
 FAILED = "reports what failed in a step on whole matrices"
 
@@ -89,15 +89,19 @@ class Slot:
         return dense(stored_in_order(local, self.handle.face.local_of(self.parameter).stride()))
 
     def gradient(self) -> torch.Tensor:
-        """This rank's elements of the gradient, in the order of `own`. Precondition: there is a gradient."""
-        assert self.parameter.grad is not None
-        return self.like_own(self.parameter.grad)
+        """This rank's elements of the gradient, in the order of `own`. Precondition: there is a gradient.
 
-    def has_other_gradient(self) -> bool:
-        """Whether its gradient cannot be sent together with the parameter: it is of another dtype, or not dense."""
+        Raises:
+            UsageError: it cannot be sent together with the parameter.
+        """
         assert self.parameter.grad is not None
         grad = self.handle.face.local_of(self.parameter.grad)
-        return grad.layout is not torch.strided or grad.dtype != self.parameter.dtype
+        if grad.layout is not torch.strided or grad.dtype != self.parameter.dtype:
+            raise UsageError(
+                f"matrix_steps: the gradient of {self.name} is not a dense tensor of {self.parameter.dtype}, as the "
+                "parameter is. Use matrix_steps without keep_low_precision_grads=True"
+            )
+        return self.like_own(self.parameter.grad)
 
 
 class Entry(NamedTuple):
@@ -145,8 +149,7 @@ class Work(Protocol):
         """The dtype of what is sent in both directions."""
 
     def state_of(self, entry: Entry) -> int:
-        """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, `OTHER_STATE` if one
-        that has not the shape of the part, or 0."""
+        """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, or 0."""
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Called at the beginning of a step, with the matrices that have a gradient on any rank."""
@@ -196,7 +199,7 @@ class MatrixExchange:
 
         Raises:
             UsageError: on all ranks: only some of the ranks that have elements of a matrix have a gradient, or have
-                state of their parts; a gradient of another dtype; state of a part that does not have the shape of it.
+                state of their parts.
         """
         flags = torch.tensor([self._flag(i, work) for i in range(len(self.entries))], dtype=torch.uint8)
         found = gather_now(self.transport, flags.to(self.transport.device.device))
@@ -215,23 +218,13 @@ class MatrixExchange:
                     f"{name}, but {self._named(lacking)}, with elements of it, {'have' if len(lacking) > 1 else 'has'} "
                     "none. A matrix is stepped on as a whole: set `.grad` to None on all ranks or on none"
                 )
-            if any(flag & OTHER_GRADIENT for flag in of_members):
+            parts = [member for member, flag in enumerate(of_members) if flag & IN_PARTS]
+            without = sorted({*having, *lacking}.difference(parts))
+            if parts and without:
                 raise UsageError(
-                    f"matrix_steps: the gradient of {name} is not a dense tensor of "
-                    f"{self.entries[index].slot.parameter.dtype}, as the parameter is. Use matrix_steps without "
-                    "keep_low_precision_grads=True"
-                )
-            parts, others = (
-                [member for member, flag in enumerate(of_members) if flag & kind] for kind in (IN_PARTS, OTHER_STATE)
-            )
-            without = sorted({*having, *lacking}.difference(parts, others))
-            if others or (parts and without):
-                of_kinds = {"its part": parts, "another shape": others, "no part": without}
-                found_states = "; ".join(f"{self._named(each)} of {kind}" for kind, each in of_kinds.items() if each)
-                raise UsageError(
-                    f"matrix_steps: if one rank has optimizer state of its part of {name}, all with elements of it "
-                    f"must; found: {found_states}. Load by name (optim_state_dict_to_load() of the wrapper, or "
-                    "checkpoint.load) on all ranks"
+                    f"matrix_steps: {self._named(parts)} {'have' if len(parts) > 1 else 'has'} optimizer state of "
+                    f"parts of {name}, but not {self._named(without)}, with elements of it. Load by name "
+                    "(optim_state_dict_to_load() of the wrapper, or checkpoint.load) on all ranks"
                 )
             in_parts = in_parts or bool(parts)
             if having:
@@ -245,7 +238,7 @@ class MatrixExchange:
             return state
         if entry.slot.parameter.grad is None:
             return WITHOUT_GRADIENT + state
-        return WITH_GRADIENT + state + OTHER_GRADIENT * entry.slot.has_other_gradient()
+        return WITH_GRADIENT + state
 
     def _named(self, members: Iterable[int]) -> str:
         ranks = self.transport.group.ranks

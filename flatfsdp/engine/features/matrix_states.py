@@ -19,6 +19,7 @@ from ..agreement.object_collectives import all_or_none
 from ..base import _dtensor
 from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole, ParamShaped, alike, value_of
+from ..state.optim.saving import shaped_states
 from .matrix_exchange import IN_PARTS, WITH_STATE, Entry, MatrixExchange, Pieces, Slot
 
 State = dict[str, Any]
@@ -83,7 +84,7 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
                 f"matrix_steps: the matrices of {slot.name} have different optimizer states, {first} and {state}, "
                 "which cannot be saved as one"
             )
-    for name, dtype in _shaped(found):
+    for name, dtype in shaped_states(found.values()):
         indices = [i for i in sorted(found) if found[i].get(name) == ParamShaped(dtype)]
         for slot in {entries[i].slot: None for i in indices}:
             made = torch.empty(slot.own().numel(), dtype=dtype, device=exchange.transport.device.device)
@@ -98,7 +99,7 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
     for slot, state in pieces.items():
         states.pop(slot.parameter, None)
         if slot.index in slot.handle.face.present:
-            shaped = {n for i, each in found.items() if entries[i].slot is slot for n in each if _is_shaped(each[n])}
+            shaped = {name for name, _ in shaped_states(each for i, each in found.items() if entries[i].slot is slot)}
             states[slot.parameter] = {
                 name: like_holder(slot, value) if name in shaped else value_of(value) for name, value in state.items()
             }
@@ -128,12 +129,12 @@ def to_owners(exchange: MatrixExchange, optimizer: torch.optim.Optimizer) -> Non
         i: {
             name: at_owner(value, optimizer.param_groups[entries[i].slot.group], exchange.transport.device.device)
             for name, value in description.items()
-            if not _is_shaped(value)
+            if not isinstance(value, ParamShaped)
         }
         for i, description in found.items()
         if exchange.plan.owners[i] == exchange.rank
     }
-    for name, dtype in _shaped(found):
+    for name, dtype in shaped_states(found.values()):
         indices = [i for i in sorted(found) if found[i].get(name) == ParamShaped(dtype)]
         held = {i: states.get(entries[i].slot.parameter, {}).get(name) for i in indices}
         parts = {i: value if value is None else entries[i].slot.like_own(value) for i, value in held.items()}
@@ -210,12 +211,6 @@ def _described(state: State, shape: Sequence[int]) -> State:
     return found
 
 
-def _shaped(found: Mapping[int, State]) -> list[tuple[str, torch.dtype]]:
-    """The names and dtypes of states that are moved, in an order that is the same on all ranks."""
-    names = {(n, v.dtype): None for _, each in sorted(found.items()) for n, v in each.items() if _is_shaped(v)}
-    return [*names]
-
-
 def at_owner(value: Any, group: Mapping[str, Any], device: torch.device) -> Any:
     """A state that is no part: those of other shapes are on the `device`, and so are step counts of optimizers whose
     kernels read them there."""
@@ -223,10 +218,6 @@ def at_owner(value: Any, group: Mapping[str, Any], device: torch.device) -> Any:
         return value.as_subclass(torch.Tensor).to(device)
     on_device = isinstance(value, torch.Tensor) and (group.get("capturable") or group.get("fused"))
     return value_of(value, device=device if on_device else None)
-
-
-def _is_shaped(value: object) -> bool:
-    return isinstance(value, ParamShaped)
 
 
 def like_holder(slot: Slot, piece: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from ..models import param_registry as registry
 from ..models.rest import models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
 from ..runtime.unit import Unit
-from ..state.optim.optimizer_clone import clone_over
+from ..state.optim.optimizer_clone import Changes, Settings, clone_over, set_changes
 from ..state.owned_interval import OwnedInterval
 from ..state.parts import axes_of_parts
 from .fused_steps import is_fused
@@ -39,7 +39,7 @@ from .matrix_states import form_of, to_owners, to_shards, whole_state
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
 from .optimizer_trials import try_on_matrices
-from .own_steps import OwnSteps, changed
+from .own_steps import OwnSteps
 
 State = dict[str, Any]
 MEBIBYTE = 2**20
@@ -132,14 +132,14 @@ class _Stepper(OfOptimizer):
         bucket_bytes: int,
     ) -> None:
         super().__init__(optimizer)
-        self.work = MuonSteps(optimizer) if adapter.in_parts else OwnSteps(optimizer)
+        self._changes: list[Changes] = []  # by steps on matrices
+        self.work = MuonSteps(optimizer) if adapter.in_parts else OwnSteps(optimizer, self._changes)
         self._adapter, self._asked, self._cost, self._bucket_bytes = adapter, dict(owners), cost, bucket_bytes
         # By the parameter and the number of the matrix: an owner keeps its matrices, since it has their states. By ids,
         # it would keep those of a parameter whose memory another one has got since, on some ranks.
         self._owners: dict[tuple[nn.Parameter, int | None], int] = {}
         self._steps: _Steps | None = None
-        self._stand_in: torch.optim.Optimizer | None = None
-        self._given: tuple[State, list[State]] = {}, []  # attributes and groups of the stand-in before its step
+        self._stand_in: tuple[torch.optim.Optimizer, Settings] | None = None  # with its settings before its step
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
@@ -227,7 +227,7 @@ class _Stepper(OfOptimizer):
             for model in models_of(steps.units):
                 calls.enter_context(model.agreement.collective_call(steps.call))
             failed: list[Exception] = []
-            work.changes, work.of_groups = {}, [{} for _ in optimizer.param_groups]
+            self._changes.clear()
             self._has_wholes = True
             for exchange in steps.exchanges:
                 present, in_parts = exchange.look(work)
@@ -241,20 +241,16 @@ class _Stepper(OfOptimizer):
             if not optimizer.state and steps.entries:
                 # Without any state, torch's functions for state dicts take a step, which is collective, on this rank.
                 optimizer.state[steps.exchanges[0].entries[0].slot.parameter] = {}
-        made = self._stand_in = clone_over(optimizer, steps.rest)
-        self._given = dict(vars(made)), [dict(group) for group in made.param_groups]
+        made = clone_over(optimizer, steps.rest)
+        self._stand_in = made, Settings(made)
         return (made, *args[1:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A post-hook of `optimizer.step()`: takes over what steps changed for all parameters of a group."""
-        made, self._stand_in = self._stand_in, None
-        if made is None:
-            return
-        (attributes, settings), self._given = self._given, ({}, [])
-        optimizer.__dict__.update(self.work.changes | changed(vars(made), attributes))
-        of_groups = zip(optimizer.param_groups, made.param_groups, settings, self.work.of_groups, strict=True)
-        for group, used, given, new in of_groups:
-            group.update(new | changed(used, given))
+        if self._stand_in is not None:
+            (made, before), self._stand_in = self._stand_in, None
+            for changes in (*self._changes, before.changes(made)):
+                set_changes(optimizer, changes)
 
     # -- what is stepped on --------------------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ import torch
 
 from ..base._dtensor import is_dtensor
 from ..base._torch import muon_functions
-from ..guards.optimizer_hooks import OfOptimizer
+from ..guards.optimizer_hooks import OfOptimizer, check_shapes
 from ..layout.layout import Span
 from ..state.parts import assembled, cut
 from .matrix_adapters import check_muon
-from .matrix_exchange import IN_PARTS, OTHER_STATE, Entry, Slot, Whole
+from .matrix_exchange import IN_PARTS, Entry, Slot, Whole
 
 MOMENTUM = "momentum_buffer"  # as in the state of torch's Muon
 
@@ -37,22 +37,14 @@ class MuonSteps(OfOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._orthogonalize, self._adjusted = muon_functions()
-        self.changes: dict[str, Any] = {}
-        self.of_groups: list[dict[str, Any]] = []
 
     def dtype_of(self, slot: Slot) -> torch.dtype:
         """That in which Muon orthogonalizes."""
         return torch.bfloat16
 
     def state_of(self, entry: Entry) -> int:
-        """`IN_PARTS` if this rank has the momentum of its elements; `OTHER_STATE` if one of another shape."""
-        parameter = entry.slot.parameter
-        state = self.optimizer.state.get(parameter)
-        if not state:
-            return 0
-        found = state.get(MOMENTUM, parameter)
-        fits = is_dtensor(found) == is_dtensor(parameter)
-        return IN_PARTS if fits and found.shape == parameter.shape else OTHER_STATE
+        """`IN_PARTS` if this rank has the momentum of its elements."""
+        return IN_PARTS if self.optimizer.state.get(entry.slot.parameter) else 0
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Make the momentum of distributed tensors of which this rank has no elements, too: it is one of the whole.
@@ -67,7 +59,8 @@ class MuonSteps(OfOptimizer):
 
     def begin(self, entry: Entry, span: Span) -> Sequence[torch.Tensor]:
         """Update the momentum, and return what is orthogonalized."""
-        group = self.optimizer.param_groups[entry.slot.group]
+        group, parameter = self.optimizer.param_groups[entry.slot.group], entry.slot.parameter
+        check_shapes(self.optimizer.state[parameter], parameter, entry.slot.name)
         gradient = entry.within(entry.slot.gradient(), span)
         momentum = entry.within(self._momentum_of(entry.slot), span)
         momentum.lerp_(gradient, 1 - group["momentum"])

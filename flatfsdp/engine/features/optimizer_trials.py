@@ -24,7 +24,7 @@ from ..agreement.once_per_job import warn_once_per_job
 from ..base._dtensor import is_dtensor
 from ..base.overrides import is_memoryless
 from ..guards import optimizer_hooks
-from ..state.optim.optimizer_clone import copy_over, random_states_kept
+from ..state.optim.optimizer_clone import copy_over, random_states_kept, set_changes
 from .fused_steps import is_fused
 from .own_steps import step_over
 
@@ -162,8 +162,6 @@ def _stepped(
                     each.grad = numbers[step].clone()
                 with random_states_kept(clone):
                     of_buckets.append(step_over(clone, [params if its else [] for its in of_it], clone.state))
-            for attributes, of_groups in of_buckets:
-                vars(clone).update(attributes)
-                for number, settings in of_groups.items():
-                    clone.param_groups[number].update(settings)
+            for changes in of_buckets:
+                set_changes(clone, changes)
     return [each.detach() for params in made for each in params]

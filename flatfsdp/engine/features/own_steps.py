@@ -10,7 +10,7 @@ an owner with an old copy would silently undo it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ...errors import UsageError
 from ..guards.optimizer_hooks import OfOptimizer
 from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole
-from ..state.optim.optimizer_clone import clone_over, unhooked_step
+from ..state.optim.optimizer_clone import Changes, Settings, clone_over, unhooked_step
 from ..state.optim.trial import trial_step
 from .matrix_exchange import Entry, Slot, Whole
 from .matrix_states import form_of, keep_whole, whole_state
@@ -31,18 +31,17 @@ State = dict[str, Any]
 class OwnSteps(OfOptimizer):
     """The steps of an optimizer's class on whole matrices: a `Work`.
 
-    Attributes:
-        changes, of_groups: what steps on matrices have changed of the optimizer, and of each param group. Each bucket
-            begins with the settings from before the step, and sets the same ones, or was refused in a trial.
+    Args:
+        changes: gets what these change of the optimizer. Each bucket begins with the settings from before the step, and
+            sets the same ones, or was refused in a trial.
     """
 
     sent = 2
     in_parts = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, changes: list[Changes]) -> None:
         super().__init__(optimizer)
-        self.changes: State = {}
-        self.of_groups: list[State] = []
+        self._changes = changes
 
     def dtype_of(self, slot: Slot) -> torch.dtype:
         """That of the parameter."""
@@ -72,10 +71,7 @@ class OwnSteps(OfOptimizer):
         state: defaultdict[Any, State] = defaultdict(dict)
         state |= {made: whole_state(optimizer.state, entry) for entry, made in stand_ins}
         state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-        changes, of_groups = step_over(optimizer, params, state)
-        self.changes |= changes
-        for number, new in of_groups.items():
-            self.of_groups[number] |= new
+        self._changes.append(step_over(optimizer, params, state))
         for entry, made in stand_ins:
             keep_whole(optimizer.state, entry, state.pop(made, {}))
         optimizer.state.update(state)  # what it keeps for no parameter
@@ -124,22 +120,16 @@ class OwnSteps(OfOptimizer):
 
 def step_over(
     optimizer: torch.optim.Optimizer, params: Sequence[list[nn.Parameter]], state: defaultdict[Any, State]
-) -> tuple[State, dict[int, State]]:
-    """Let a stand-in of `optimizer` step on `params`, by param group, with their `state`. Returned: what it has set of
-    the optimizer, and of the groups that have some, by number."""
+) -> Changes:
+    """Let a stand-in of `optimizer` step on `params`, by param group, with their `state`, in the groups that have some.
+    Returned: what it has changed."""
     stepping = clone_over(optimizer, params)
     stepping.state = state
-    stepping.param_groups = [group for group in stepping.param_groups if group["params"]]
-    attributes, settings = dict(vars(stepping)), [dict(group) for group in stepping.param_groups]
+    before, groups = Settings(stepping), stepping.param_groups
+    stepping.param_groups = [group for group in groups if group["params"]]
     unhooked_step(stepping)
-    numbers = [number for number, each in enumerate(params) if each]
-    of_groups = zip(numbers, stepping.param_groups, settings, strict=True)
-    return changed(vars(stepping), attributes), {number: changed(used, given) for number, used, given in of_groups}
-
-
-def changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> State:
-    """The items of `found` that are other objects in `given`."""
-    return {name: value for name, value in found.items() if name not in given or value is not given[name]}
+    stepping.param_groups = groups
+    return before.changes(stepping)
 
 
 def _result(whole: Whole, made: nn.Parameter) -> torch.Tensor:

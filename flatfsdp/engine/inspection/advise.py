@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import contains
 from typing import Any
 
 import torch
@@ -197,16 +198,14 @@ def advise(
     _check_options(options, shard)
     # Read once for all ways.
     options = {name: [*value] if isinstance(value, Iterator) else value for name, value in options.items()}
-    policies = dict(units) if units is not None else dict.fromkeys(units_of(model))
+    policies = units_of(model) if units is None else dict(units)
     found: list[Choice] = []
     left_out: list[tuple[Way, str]] = []
     for shards in shard_sizes(ranks, node):
-        for unit in policies:
+        for unit, of_model in policies.items():
             for layout, given in (layouts or LAYOUTS).items():
                 # What is given may name modules and parameters of the model.
-                its, policy, its_layout, its_options = _on_meta(model, policies[unit], given, options)
-                if units is None:
-                    policy = units_of(its)[unit]
+                its, policy, its_layout, its_options = _on_meta(model, of_model, given, options)
                 way = Way(shards, ranks // shards, unit, layout, policy, its_layout)
                 with dry_run(ranks, accelerator=accelerator):
                     try:
@@ -245,18 +244,14 @@ def shard_sizes(ranks: int, node: int) -> list[int]:
 
 def units_of(model: nn.Module) -> dict[str, Any]:
     """Policies for units of several sizes, by name: those that the lists of modules in `model` suggest."""
-    blocks = {id(block): block for block in _members(model)}
-    inside = [child for block in blocks.values() for child in block.children()]
-    layers = {id(each) for each in inside if not _is_list(each) and any(True for _ in each.parameters())}
+    blocks = {*_members(model)}
+    inside = [child for block in blocks for child in block.children()]
+    layers = {each for each in inside if not _is_list(each) and any(True for _ in each.parameters())}
     found: dict[str, Any] = {"model": None}
-    for name, chosen in (("blocks", set(blocks)), ("layers", layers)):
+    for name, chosen in (("blocks", blocks), ("layers", layers)):
         if chosen:
-            found[name] = CustomPolicy(partial(_is_among, chosen))
+            found[name] = CustomPolicy(partial(contains, chosen))
     return found
-
-
-def _is_among(chosen: set[int], module: nn.Module) -> bool:
-    return id(module) in chosen
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from ....errors import UsageError
 
 _ITS_OWN = frozenset({"state", "param_groups"})
+Changes = tuple[dict[str, Any], list[dict[str, Any]]]  # new values of attributes, and of settings by param group
 
 
 def clone_over(optimizer: torch.optim.Optimizer, params: Sequence[list[nn.Parameter]]) -> torch.optim.Optimizer:
@@ -25,6 +26,29 @@ def clone_over(optimizer: torch.optim.Optimizer, params: Sequence[list[nn.Parame
         clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else value
     clone.param_groups = [{**group, "params": each} for group, each in zip(optimizer.param_groups, params, strict=True)]
     return clone
+
+
+class Settings:
+    """The attributes and settings of a clone `made` by `clone_over` before it steps, which its step may replace."""
+
+    def __init__(self, made: torch.optim.Optimizer) -> None:
+        self._attributes, self._groups = dict(vars(made)), [dict(group) for group in made.param_groups]
+
+    def changes(self, made: torch.optim.Optimizer) -> Changes:
+        """Values that the step has set: other objects than before."""
+        of_groups = zip(made.param_groups, self._groups, strict=True)
+        return _changed(vars(made), self._attributes), [_changed(used, given) for used, given in of_groups]
+
+
+def _changed(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in given or value is not given[name]}
+
+
+def set_changes(optimizer: torch.optim.Optimizer, changes: Changes) -> None:
+    """Set what the step of a clone has changed of `optimizer`, too."""
+    vars(optimizer).update(changes[0])
+    for group, settings in zip(optimizer.param_groups, changes[1], strict=True):
+        group.update(settings)
 
 
 def copy_over(
