@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel, fully_shard
+from flatfsdp.engine.guards.optimizer_hooks import wholes_of
 from flatfsdp.errors import AgreementError, UsageError
 from tests.conftest import Run
 from tests.features.test_matrix_steps import (
@@ -23,6 +24,7 @@ from tests.features.test_matrix_steps import (
     OneProcess,
     adafactor,
     batch,
+    full_states,
     matrices_and_others,
     muon,
     trained,
@@ -341,6 +343,42 @@ def with_other_owners(rank: int, world: int) -> str:
 def test_other_owners_on_another_rank_are_refused(pool2: Run) -> None:
     for text in pool2(with_other_owners):
         assert len({*re.findall(r"step\(\) of Muon on \d+ whole matrices \(plan (\w+)\)", text)}) == 2, text
+
+
+def with_rows_of_experts(rank: int, world: int) -> tuple[list[str], list[tuple[Any, int, int]]]:
+    """The differences to one process of steps that state dicts interrupt, of parameters and of the states of rows, of
+    which each expert has its own; and where this rank's ones are among those of all, for moves to other ranks."""
+    model = wrapped("wrapper")
+    params, _ = matrices_and_others(model, tensors=False)
+    experts = next(each for name, each in model.named_parameters() if name.endswith("experts"))
+    optimizer = flatfsdp.matrix_steps(adafactor, params, sees="matrices").optimizer
+    wholes, spans = wholes_of(optimizer), []
+    assert wholes is not None
+    reference = OneProcess(seeded(type(model.module)), adafactor, tensors=False)  # type: ignore[attr-defined]
+    unlike = []
+    for number in range(3):
+        model(batch(rank, number)).backward()
+        reference.step(whole(model, "grad"))
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        held = wholes.held(experts) or ([], {})
+        spans = [(each.spec.shape, each.span.start, each.span.stop) for each in held[0] if each.spec.name == "row_var"]
+        rows = full_states(model, optimizer)["experts"]["row_var"]
+        own = [reference.optimizer.state[each]["row_var"] for each in reference.parts["experts"]]
+        unlike += [] if torch.equal(rows, torch.stack(own)) else [f"rows in step {number}"]
+        if number == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    found, expected = whole(model, "data"), reference.tensors()
+    unlike += [name for name in reference.parts if not torch.equal(found[name], expected[name])]  # type: ignore[arg-type]
+    return unlike, spans
+
+
+def test_states_of_rows_of_experts_are_saved_as_one(pool3: Run) -> None:
+    results = pool3(with_rows_of_experts)
+    assert [unlike for unlike, _ in results] == [[]] * 3
+    spans = sorted(span for _, spans in results for span in spans)
+    assert spans == [((5, 12, 1), 12 * expert, 12 * expert + 12) for expert in range(5)]
 
 
 class Routed(nn.Module):

@@ -2,7 +2,8 @@
 
 [Note: states of matrices] Between steps the state of a matrix is with its owner, as a `WholeState`. Before a state dict
 is made, each tensor with the shape of its matrix is divided: every rank gets its part, as if the optimizer were
-element-wise. A tensor of another shape (a value for each row) is copied to every rank, as a `KeptWhole`. So state
+element-wise. A tensor of another shape (a value for each row) is copied to every rank, as a `KeptWhole`; those of the
+experts in one parameter as one tensor, with a first dimension more. So state
 dicts, checkpoints and other layouts on other ranks treat these as any state, by names. Before the next step, states go
 to the owners that matrices have then, which need not be those from which they came.
 """
@@ -76,14 +77,21 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
 
     found = _of_all(exchange, describe)
     pieces: dict[Slot, State] = {}
+    of_experts: dict[tuple[Slot, str], list[torch.Tensor]] = {}
     for index, description in sorted(found.items()):
-        slot = entries[index].slot
+        slot, seen = entries[index]
         state = {name: value for name, value in description.items() if not isinstance(value, ParamShaped)}
+        for name, value in state.items() if seen.expert is not None else ():
+            if isinstance(value, KeptWhole):
+                of_experts.setdefault((slot, name), []).append(value)
+                state[name] = tuple(value.shape)
         if not alike(first := pieces.setdefault(slot, state), state):
             raise UsageError(
                 f"matrix_steps: the matrices of {slot.name} have different optimizer states, {first} and {state}, "
                 "which cannot be saved as one"
             )
+    for (slot, name), values in of_experts.items():
+        pieces[slot][name] = torch.stack(values).as_subclass(KeptWhole)
     for name, dtype in shaped_states(found.values()):
         indices = [i for i in sorted(found) if found[i].get(name) == ParamShaped(dtype)]
         for slot in {entries[i].slot: None for i in indices}:
@@ -120,7 +128,9 @@ def to_owners(exchange: MatrixExchange, optimizer: torch.optim.Optimizer) -> Non
             if form_of(states, entry) == IN_PARTS and not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
         }
         return {
-            i: _described(states[slot.parameter], slot.handle.face.local_of(slot.parameter).shape)
+            i: _described(
+                states[slot.parameter], slot.handle.face.local_of(slot.parameter).shape, entries[i].seen.expert
+            )
             for i, slot in slots.items()
         }
 
@@ -198,16 +208,16 @@ def _of_all(exchange: MatrixExchange, describe: Any) -> dict[int, State]:
     return merged
 
 
-def _described(state: State, shape: Sequence[int]) -> State:
-    """A state of a matrix, or of a part of one, of this `shape`."""
+def _described(state: State, shape: Sequence[int], expert: int | None = None) -> State:
+    """A state of a matrix, or of a part of one, of this `shape`. `expert`: the matrix, of states of several."""
     found: State = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or not value.dim() or isinstance(value, KeptWhole):
+        if not isinstance(value, torch.Tensor) or not value.dim():
             found[name] = value_of(value)
-        elif _dtensor.is_dtensor(value) or value.shape == torch.Size(shape):
+        elif not isinstance(value, KeptWhole) and (_dtensor.is_dtensor(value) or value.shape == torch.Size(shape)):
             found[name] = ParamShaped(value.dtype)
         else:
-            found[name] = value_of(value).as_subclass(KeptWhole)
+            found[name] = value_of(value if expert is None else value[expert]).as_subclass(KeptWhole)
     return found
 
 

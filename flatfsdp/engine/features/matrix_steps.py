@@ -189,8 +189,11 @@ class _Stepper(OfOptimizer):
                     spec = ParamSpec(name, entry.slot.spec.shape)
                     found.append(OwnedInterval(entry.seen.flat(value), spec, entry.seen.span))
                 else:
-                    flat = value.detach().contiguous().view(-1)
-                    found.append(OwnedInterval(flat, ParamSpec(name, tuple(value.shape)), Span(0, value.numel())))
+                    flat, number, of_all = value.detach().contiguous().view(-1), entry.seen.expert, tuple(value.shape)
+                    if number is not None:
+                        of_all = entry.slot.spec.shape[0], *of_all
+                    span = Span(0, flat.numel()).shift(flat.numel() * (number or 0))
+                    found.append(OwnedInterval(flat, ParamSpec(name, of_all), span))
         return found, others
 
     def ranks_changed(self) -> None:
