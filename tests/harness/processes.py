@@ -64,6 +64,7 @@ _FORKSERVER.set_forkserver_preload(
         "flatfsdp.trainer.memory_estimate",
         "tests.harness.parity",
         "pytest",  # imported by test modules
+        "tests.harness.dtensor_metas",
         "tests.harness.last_preload",
     ]
 )
