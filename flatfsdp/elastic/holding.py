@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..engine.base.fqns import clean, fqn
+from ..engine.base.plain_data import decode
 from ..engine.flat.layout_views import dense
 from ..engine.guards.optimizer_hooks import wholes_of
 from ..engine.layout.layout import ParamSpec
@@ -81,6 +82,12 @@ class Facts(NamedTuple):
     entries: tuple[Entry, ...]
     values: dict[str, dict[str, Value]]
     groups: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Facts:
+        """Those that were encoded: the entries by themselves, since they stay the same from step to step."""
+        entries, values, groups = decode(data)
+        return cls(decode(entries), values, groups)
 
     @property
     def offsets(self) -> list[int]:

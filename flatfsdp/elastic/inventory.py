@@ -16,17 +16,15 @@ import torch
 from torch import nn
 
 from ..engine.base import _dtensor
-from ..engine.base.plain_data import decode, encode
+from ..engine.base.plain_data import encode
 from ..engine.guards.optimizer_hooks import wholes_of
 from ..engine.models.walks import units_in
 from ..engine.state.optim.param_map import OptimizedParam, ParamMap, groups_of
 from .holding import Facts, Holding, Value, settings_of, value_in
 
-LENGTH = 8  # bytes of the length of the entries, which follow it
-
 
 class Inventory:
-    """The elements of one rank, and what is kept with them."""
+    """The elements of one rank."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
@@ -101,20 +99,12 @@ class Inventory:
         assert self._optimizer is not None
         return self._optimizer.state.get(parameter, {})
 
-    def tail(self, facts: Facts, state: Mapping[str, Any]) -> bytes:
-        """All but the elements of the last holding, of these `facts`, and the `state` of the process."""
-        rest = encode((facts.values, facts.groups, state))
-        return b"".join([len(self._entries).to_bytes(LENGTH, "little"), self._entries, rest])
+    def encoded(self, facts: Facts) -> bytes:
+        """The `facts` of the last holding, for `Facts.decoded`."""
+        return encode((self._entries, facts.values, facts.groups))
 
 
 def _memory_of(value: Any) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor):
         return None
     return _dtensor.local_of(value) if _dtensor.is_dtensor(value) else value
-
-
-def read_tail(tail: bytes) -> tuple[Facts, Mapping[str, Any]]:
-    """The facts and the state of a `tail`."""
-    end = LENGTH + int.from_bytes(tail[:LENGTH], "little")
-    values, groups, state = decode(tail[end:])
-    return Facts(decode(tail[LENGTH:end]), values, groups), state

@@ -173,20 +173,19 @@ def facts_of(
     return plain
 
 
-def shared_state(
-    own: Mapping[str, Any] | None, members: Sequence[int], ranks: ParityRanks, number: int
-) -> Mapping[str, Any]:
-    """The state of this rank besides model and optimizer: its `own`, or, if it has none, since it joins with that
-    `number`, one made from those of `members`, the ranks that have their own. [Note: states of one that joins].
+def shared_state(own: bytes, members: Sequence[int], ranks: ParityRanks, number: int) -> Mapping[str, Any]:
+    """The state of this rank besides model and optimizer: its `own`, encoded, or, if it has none, since it joins with
+    that `number`, one made from those of `members`, the ranks that have their own. [Note: states of one that joins].
     Collective over all ranks."""
-    rank, first = dist.get_rank(), members[0]
-    data = encode(own) if rank == first else b""
-    found = [decode(each) for each in gather_bytes(encode((own_state.digests(own or {}), len(data))), ranks.all)]
-    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    going = {to: sent for to in range(len(found)) if rank == first and to not in members}
-    arrived = ranks.send_parts(going, {first: found[first][1]} if own is None else {})
-    if own is not None:
-        return own
+    rank, first, mine = dist.get_rank(), members[0], decode(own) if own else {}
+    if len(members) == dist.get_world_size():
+        return mine
+    found = [decode(each) for each in gather_bytes(encode((own_state.digests(mine), len(own))), ranks.all)]
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8) if rank == first else None
+    going = {to: sent for to in range(len(found)) if to not in members and sent is not None}
+    arrived = ranks.send_parts(going, {} if own else {first: found[first][1]})
+    if own:
+        return mine
     kinds = found[first][0]
     alike = {kind for kind in kinds if all(found[each][0].get(kind) == kinds[kind] for each in members)}
     return own_state.of_new_member(decode(bytes(bytes_of(arrived[first]))), alike, number)

@@ -1,4 +1,4 @@
-"""The last two snapshots of this rank, what it keeps of others', and how these bring a lost rank's back.
+"""The last two snapshots of this rank in one epoch, what it keeps of others', and how these bring a lost rank's back.
 
 [Note: two versions] A *version* is the state of all ranks after one step, as each has copied it (`Block`), with the
 parity of each group over these copies. Each rank has memory for two: one that is complete, and one that is being made.
@@ -8,7 +8,7 @@ ends in a small all-reduce over all of them. At any time one version is complete
 that one in the blocks of others, too, since none begins the second next before this rank has completed the next.
 
 A parity is made in *rounds*, which limit the memory for what arrives: in each, members of a group exchange at most
-`ROUND` bytes with each other, and add them up.
+`ROUND` bytes with each other, and add them up. The facts of a block, which are small, each member has of each other.
 
 Per rank, for a block of n bytes:
 
@@ -19,39 +19,22 @@ Per rank, for a block of n bytes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
+from ..engine.base.plain_data import decode, encode
 from ..errors import InternalError, LostRankError, ranks_in_words
-from .machines import lost_with_machine
+from .exchange import ParityRanks
+from .holding import Facts, Holding
+from .machines import Machines, lost_with_machine, meet
 from .parity import Parity, parity_groups
+from .replicas import Alike
 from .snapshot import Block
 
 ROUND = 4 * 1024 * 1024  # bytes that a rank sends to each other member of its group at once
-
-
-class Group(Protocol):
-    """The exchanges of a version: with the members of this rank's group, and with all ranks. Each blocks the caller."""
-
-    def meet(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The numbers of each member, equally many, in the order of the group."""
-
-    def exchange(self, arrived: torch.Tensor, sent: torch.Tensor) -> None:
-        """Send each other member its row of `sent`, and receive theirs into `arrived`; shape (members - 1, n)."""
-
-    def finish(self) -> bool:
-        """Return when all ranks of the job have called this: whether processes wait to join them."""
-
-
-class Sizes(NamedTuple):
-    """The sizes of a block in bytes."""
-
-    state: int
-    tail: int
 
 
 @dataclass
@@ -61,82 +44,92 @@ class Version:
     Attributes:
         block: this rank's copy.
         number: of the step after which it was taken.
+        own: what else goes back with it on this rank, encoded.
         parity: what this rank keeps of the others; longer than needed.
-        sizes: the sizes of each member's block.
-        complete: whether parity and sizes are those of the block.
+        sizes: the bytes of each member's block.
+        facts: those of each member's block, encoded.
+        complete: whether parity, sizes and facts are those of the block.
     """
 
     block: Block
     number: int = 0
+    own: bytes = b""
     parity: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    sizes: tuple[Sizes, ...] = ()
+    sizes: tuple[int, ...] = ()
+    facts: tuple[bytes, ...] = ()
     complete: bool = False
-
-    @property
-    def scheme(self) -> Parity:
-        """Which bytes are kept where."""
-        return Parity(tuple(each.state + each.tail for each in self.sizes))
-
-
-class Rebuilt(NamedTuple):
-    """Bytes of the block of a lost member that this rank has rebuilt: those from `start` on."""
-
-    member: int
-    start: int
-    data: torch.Tensor
 
 
 class Keeper:
-    """This rank's versions.
+    """The versions of one epoch on this rank.
 
     Attributes:
-        members: the ranks of its group, in order; `place` is its own.
-        left: the two blocks of each other rank of this machine, by rank.
+        epoch: its number.
+        groups: its ranks in groups that have a parity; alike: in groups that hold alike, and need none.
+        members: the ranks of this one's group, in order; `place` is its own.
     """
 
     def __init__(
         self,
-        members: Sequence[int],
         rank: int,
         blocks: Sequence[Block],
-        left: Mapping[int, Sequence[Block]] = MappingProxyType({}),
+        machines: Machines,
+        *,
+        groups: Sequence[tuple[int, ...]] = (),
+        alike: Alike = (),
+        epoch: int = 0,
     ) -> None:
-        """`blocks`: memory for two."""
-        self.members = tuple(members)
+        """`blocks`: memory for two versions."""
+        self.epoch, self.groups, self.alike = epoch, groups, alike
+        self.members = next((each for each in groups if rank in each), (rank,))
         self.place = self.members.index(rank)
-        self.left = left
+        self._nodes, self._left = machines
         self._versions = [Version(block) for block in blocks]
 
-    def begin(self, number: int, take: Callable[[Block], None]) -> Version:
-        """Let `take` fill the block of a new version, in the memory of the older one. No communication.
+    @classmethod
+    def of_epoch(cls, epoch: int, ranks: ParityRanks, size: int, alike: Alike) -> Keeper:
+        """Memory for versions, and groups of `size` where there are no ranks `alike`. Collective over `ranks`."""
+        blocks = Block(), Block()
+        machines = meet(blocks, ranks.all)
+        groups = () if alike else parity_groups(machines.nodes, size)
+        made = cls(dist.get_rank(ranks.all), blocks, machines, groups=groups, alike=alike, epoch=epoch)
+        if groups:
+            ranks.divide(made.members)
+        return made
+
+    def begin(self, number: int, holding: Holding, facts: bytes, own: bytes = b"") -> Version:
+        """Copy a new version into the memory of the older one: `holding` with its `facts`, encoded, and what else this
+        rank has of its `own`. No communication.
 
         Precondition: the last refresh is finished on all ranks.
         """
         oldest = min(self._versions, key=lambda each: (each.complete, each.number))
-        oldest.complete, oldest.number = False, number
+        oldest.complete, oldest.number, oldest.own = False, number, own
         oldest.block.take_back()
-        take(oldest.block)
+        offsets = holding.facts.offsets
+        oldest.block.take(holding.tensors, offsets[:-1], offsets[-1], facts)
         oldest.block.set_whole(number)
         return oldest
 
-    def complete(self, version: Version, group: Group) -> bool:
+    def complete(self, version: Version, ranks: ParityRanks) -> bool:
         """Make the parity of `version`; returns whether processes wait to join. Collective over all ranks; may run in a
         thread of its own."""
-        if len(self.members) > 1:  # else there is one machine
+        if self.groups:
             block = version.block
-            found = group.meet((version.number, block.state, block.tail))
-            if len({number for number, _, _ in found}) > 1:
-                raise InternalError(f"members of a parity group refresh different steps: {found}")
-            version.sizes = tuple(Sizes(state, tail) for _, state, tail in found)
-            _add_up(version, self.place, group)
+            found = [decode(each) for each in ranks.meet(encode((version.number, block.nbytes, block.tail)))]
+            if len(numbers := {number for number, _, _ in found}) > 1:
+                raise InternalError(f"members of a parity group refresh different steps: {numbers}")
+            version.sizes = tuple(size for _, size, _ in found)
+            version.facts = tuple(facts for _, _, facts in found)
+            _add_up(version, self.place, ranks)
         version.complete = True
-        return group.finish()
+        return ranks.finish()
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of the versions that are complete here, and whole in the blocks of this machine; in order."""
         complete = {each.number for each in self._versions if each.complete}
-        for blocks in self.left.values():
+        for blocks in self._left.values():
             complete &= {number for block in blocks if (number := block.number) is not None}
         return sorted(complete)
 
@@ -144,40 +137,59 @@ class Keeper:
         """The complete version of that number."""
         return next(each for each in self._versions if each.complete and each.number == number)
 
-    def blocks_of(self, version: Version, lost: Collection[int]) -> list[Block]:
-        """Those of `version` that lost ranks of this machine have left."""
-        found = [block for rank in lost for block in self.left.get(rank, ()) if block.number == version.number]
-        for block in found:
+    def check(self, lost: Collection[int]) -> None:
+        """
+        Raises:
+            LostRankError: nobody has the state of one of the `lost` ranks: it was lost with all ranks of its machine,
+                and so were all that hold alike, or another rank of its parity group was lost, too.
+        """
+        alone, gone = lost_with_machine(self._nodes, lost), {*lost}
+        found = [gone & {*each} for each in self.groups if len(gone & {*each}) > 1 and alone & {*each}]
+        found += [{*each} for each in self.alike if alone >= {*each}]
+        if found:
+            raise LostRankError(
+                f"{ranks_in_words(sorted(found[0]))} are lost at once, and nobody else has their state: between two "
+                "refreshes, a group of ranks with a parity can lose one with its machine, and replicas all but one"
+            )
+
+    def brought(
+        self, number: int, lost: Collection[int], rank_of: Mapping[int, int], ranks: ParityRanks
+    ) -> list[Holding]:
+        """The holdings that this rank has of the version of that number: its own block, those that `lost` ranks of its
+        machine have left, and its part of one that was lost with its machine. Collective.
+
+        `rank_of`: of the ranks that are left, what they are now.
+        """
+        version = self.version(number)
+        left = [block for rank in lost for block in self._left.get(rank, ()) if block.number == number]
+        for block in left:
             block.map()
-        return found
+        whole = [
+            Facts.decoded(block.tail).part(0, block.state, block.memory[: block.state])
+            for block in (version.block, *left)
+        ]
+        return whole + self._rebuilt(version, lost_with_machine(self._nodes, lost), rank_of, ranks)
 
-    def parts_to_send(self, version: Version, lost: Collection[int]) -> dict[int, torch.Tensor]:
-        """By member, the bytes of this rank's block that it needs to rebuild its part of the block of a lost one."""
-        gone = [place for place, rank in enumerate(self.members) if rank in lost]
-        sent: dict[int, torch.Tensor] = {}
-        for place in range(len(self.members)) if gone else ():
-            if place not in (*gone, self.place):
-                sent[place] = version.block.memory[version.scheme.needed(gone[0], place)[self.place].slice]
-        return sent
-
-    def parts_to_receive(self, version: Version, lost: Collection[int]) -> dict[int, int]:
-        """By member, how many bytes of its block this rank needs."""
-        gone = [place for place, rank in enumerate(self.members) if rank in lost]
-        needed = version.scheme.needed(gone[0], self.place) if gone else {}
-        return {place: span.numel for place, span in needed.items()}
-
-    def rebuild(self, version: Version, lost: Collection[int], arrived: Mapping[int, torch.Tensor]) -> Rebuilt | None:
-        """This rank's part of the block of a lost member, from the bytes of others that it has asked for; None if its
-        group has lost none."""
-        gone = [place for place, rank in enumerate(self.members) if rank in lost]
-        if not gone:
-            return None
-        kept = version.scheme.kept(gone[0], self.place)
+    def _rebuilt(
+        self, version: Version, lost: Collection[int], rank_of: Mapping[int, int], ranks: ParityRanks
+    ) -> list[Holding]:
+        """This rank's part of the block of a lost member, from its parity and bytes of the other members. Collective
+        over all ranks."""
+        gone = next((place for place, rank in enumerate(self.members) if rank in lost), None)
+        if gone is None:
+            ranks.send_parts({}, {})
+            return []
+        scheme, sent, awaited = Parity(version.sizes), {}, {}
+        for place, rank in enumerate(self.members):
+            if place not in (gone, self.place):
+                sent[rank_of[rank]] = version.block.memory[scheme.needed(gone, place)[self.place].slice]
+                awaited[rank_of[rank]] = scheme.needed(gone, self.place)[place].numel
+        kept = scheme.kept(gone, self.place)
         data = version.parity[: kept.numel].clone()
-        for part in arrived.values():
+        for part in ranks.send_parts(sent, awaited).values():
             into = data[: part.numel()]
             torch.bitwise_xor(into, part, out=into)
-        return Rebuilt(gone[0], kept.start, data)
+        return [Facts.decoded(version.facts[gone]).part(kept.start, kept.stop, data)]
 
 
 def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:
@@ -188,26 +200,9 @@ def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:
     return 2 * state + sum(-(-2 * state // (len(each) - 1)) for each in groups[:1])
 
 
-def check_losses(groups: Sequence[Sequence[int]], nodes: Sequence[int], lost: Collection[int]) -> None:
-    """
-    Raises:
-        LostRankError: two of the `lost` ranks are in one of `groups`, and one of them was lost with all ranks of its
-            machine (`nodes`: the machine of each rank), so that nobody has its state.
-    """
-    with_machine = lost_with_machine(nodes, lost)
-    for members in groups:
-        gone = sorted(set(members) & set(lost))
-        if len(gone) > 1 and with_machine & {*gone}:
-            raise LostRankError(
-                f"{ranks_in_words(gone)} are lost at once, and both keep the state of the other: the group of "
-                f"{ranks_in_words(sorted(members))} can lose one rank with its machine between two refreshes, and "
-                "smaller ones more between them"
-            )
-
-
-def _add_up(version: Version, place: int, group: Group) -> None:
+def _add_up(version: Version, place: int, ranks: ParityRanks) -> None:
     """Fill the parity of `version`, whose sizes are known, in rounds. Collective over the group."""
-    scheme, others = version.scheme, len(version.sizes) - 1
+    scheme, others = Parity(version.sizes), len(version.sizes) - 1
     longest = max(scheme.chunk_sizes)
     if version.parity.numel() < longest:
         version.parity = torch.empty(longest, dtype=torch.uint8)
@@ -221,10 +216,10 @@ def _add_up(version: Version, place: int, group: Group) -> None:
             sent = padded
         total = version.parity[start : start + size]
         if others == 1:
-            group.exchange(total.view(1, size), sent)
+            ranks.exchange(total.view(1, size), sent)
             continue
         arrived = torch.empty(others, size, dtype=torch.uint8)
-        group.exchange(arrived, sent.contiguous())
+        ranks.exchange(arrived, sent.contiguous())
         terms = arrived.view(torch.int64)  # chunks, and rounds, are multiples of 8 bytes
         total = total.view(torch.int64)
         torch.bitwise_xor(terms[0], terms[1], out=total)

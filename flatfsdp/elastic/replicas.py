@@ -13,7 +13,7 @@ can lose all but one. There is a parity where there is one replica.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api import HYBRIDS, ShardingStrategy
 from ..engine.agreement.process_groups import given_ranks, groups_in_words, new_group
 from ..engine.runtime.unit import Unit
-from ..errors import LostRankError, UsageError, ranks_in_words
+from ..errors import UsageError
 from ..messages import gather
 
 Alike = tuple[tuple[int, ...], ...]  # groups of ranks that hold alike; none where there is one replica
@@ -85,17 +85,3 @@ class Replicas:
             return shard, copies
         kind, names = self._mesh.device_type, self._mesh.mesh_dim_names
         return DeviceMesh.from_group([copies, shard], kind, table, mesh_dim_names=names)
-
-
-def check_alike(alike: Alike, lost: Collection[int]) -> None:
-    """
-    Raises:
-        LostRankError: all ranks that hold alike are in `lost`, each with all ranks of its machine, so that nobody has
-            their state.
-    """
-    for members in alike:
-        if {*members} <= {*lost}:
-            raise LostRankError(
-                f"{ranks_in_words(members)} are lost at once, and nobody else had their shard: one replica of each has "
-                "to be left"
-            )

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.base import _torch
+from ..engine.base.plain_data import bytes_of
 from ..engine.cpu.segments import MemorySegment, create
-from ..engine.device.streams import Device
 from .parity import ALIGNMENT
 
 HEADER = 4096  # bytes before a block
@@ -66,14 +66,14 @@ class Block:
         return self._words[_STATE]
 
     @property
-    def tail(self) -> int:
-        """How many bytes are the tail, which follows the state."""
-        return self._words[_TAIL]
+    def tail(self) -> bytes:
+        """The tail, which follows the state."""
+        return bytes(bytes_of(self.memory[self.state : self.nbytes]))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the block."""
-        return self.state + self.tail
+        return self.state + self._words[_TAIL]
 
     def take_back(self) -> None:
         """From here on the block is not whole."""
@@ -89,24 +89,11 @@ class Block:
         after it. Complete when this returns: the host waits once for each device."""
         if state + len(tail) > self.memory.numel():
             self._reserve(state + 2 * len(tail))  # with room for a longer tail
-        views = self._views_of(tensors, offsets)
-        with torch.no_grad():
-            by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-            for view, tensor in zip(views, tensors, strict=True):
-                into, of = by_device.setdefault(tensor.device, ([], []))
-                into.append(view)
-                of.append(tensor.detach())
-            for device, (into, of) in by_device.items():
-                if device.type == "cpu":
-                    _torch.foreach_copy_(into, of)
-                    continue
-                stream = Device(device)
-                for target, source in zip(into, of, strict=True):
-                    target.copy_(source, non_blocking=True)
-                stream.block_host(stream.mark())
-            if tail:
-                self.memory[state : state + len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
-            self.memory[state + len(tail) : self.nbytes].zero_()
+        if tensors:
+            _torch.foreach_copy_(self._views_of(tensors, offsets), [each.detach() for each in tensors])
+        if tail:
+            self.memory[state : state + len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+        self.memory[state + len(tail) : self.nbytes].zero_()
         self._words[_STATE], self._words[_TAIL] = state, len(tail)
 
     def _reserve(self, size: int) -> None:

@@ -29,6 +29,7 @@ from ..checkpoint.saving import latest
 from ..engine.agreement.collective_calls import forget_calls
 from ..engine.agreement.process_groups import Connecting, with_time_limit
 from ..engine.base import _torch
+from ..engine.base.plain_data import encode
 from ..engine.cpu.exchange import give_up_all
 from ..engine.models.rest import abandon
 from ..engine.models.walks import units_in
@@ -50,11 +51,12 @@ from .api import NoValuesError, regroup
 from .beginning import base_of, checked, own_host
 from .connections import Connection
 from .exchange import ParityRanks
+from .holding import Holding
 from .inventory import Inventory
 from .job import Job
+from .keeper import Keeper
 from .neighbors import Neighbors
 from .own_state import Stateful
-from .rebuilding import Kept, brought
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
 CONNECTED = 30.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
@@ -264,7 +266,7 @@ class Survival:
         )
         self._job.publish("address", self._neighbors.address)
         self._published: Set[Connection] = frozenset()
-        self._kept: list[Kept] = []  # by epoch: the present one is the last
+        self._kept: list[Keeper] = []  # by epoch: the present one is the last
         if self._joins:
             self._join()
             return
@@ -330,7 +332,7 @@ class Survival:
         self._publish_connections()  # so that others can break waits of this epoch
         self._ranks.finish()  # all addresses are there
         self._neighbors.connect(numbers, self._addresses())
-        kept = Kept.of_epoch(self._job.epoch, self._ranks, self._group, self._replicas.alike)
+        kept = Keeper.of_epoch(self._job.epoch, self._ranks, self._group, self._replicas.alike)
         if kept.groups:
             self._publish_connections()  # of these, too
             self._ranks.finish()
@@ -389,10 +391,8 @@ class Survival:
         self._finish_refresh()
         self._publish_connections()
         holding = self._inventory.holding()
-        offsets = holding.facts.offsets
-        tail = self._inventory.tail(holding.facts, own_state.take(self._state))
-        keeper = self._kept[-1].keeper
-        version = keeper.begin(done, lambda block: block.take(holding.tensors, offsets[:-1], offsets[-1], tail))
+        keeper, own = self._kept[-1], encode(own_state.take(self._state))
+        version = keeper.begin(done, holding, self._inventory.encoded(holding.facts), own)
         if in_background:
             self._refreshing = self._executor.submit(keeper.complete, version, self._ranks)
         else:
@@ -474,7 +474,7 @@ class Survival:
             if offers is None:
                 # Those that were made since the last refresh, as by a first save in the background, are not known yet.
                 self._job.publish("connections", [*connections.open_connections()])
-                own = [(kept.epoch, number) for kept in self._kept for number in kept.keeper.numbers]
+                own = [(kept.epoch, number) for kept in self._kept for number in kept.numbers]
                 offers = self._job.go_on(json.dumps(own), self._joining())
             offered = {number: {(*each,) for each in json.loads(offer)} for number, offer in offers.items()}
             # Of an epoch, those that have joined since have no version, and need none.
@@ -526,10 +526,13 @@ class Survival:
         self._make_groups(self._job.members)
         self._replicas.move_to(len(self._job.members))
         self._meet(self._job.members)
-        holdings, state = brought(kept, number, lost, rank_of, self._ranks)
-        if len(rank_of) < dist.get_world_size():
-            state = joining.shared_state(state, sorted(rank_of.values()), self._ranks, self._job.own)
-        assert state is not None
+        holdings: list[Holding] = []
+        if kept is None:
+            self._ranks.send_parts({}, {})  # as in `brought` of the others
+        else:
+            holdings = kept.brought(number, lost, rank_of, self._ranks)
+        own = b"" if kept is None else kept.version(number).own
+        state = joining.shared_state(own, sorted(rank_of.values()), self._ranks, self._job.own)
         self._inventory.forget()  # the old shards go
         regroup(self._model, self._optimizer, group=self._replicas.groups(), holdings=holdings)
         own_state.give(self._state, state)

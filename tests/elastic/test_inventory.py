@@ -12,8 +12,8 @@ from torch import nn
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.elastic import inventory as inventories
-from flatfsdp.elastic.holding import Holding
-from flatfsdp.elastic.inventory import Inventory, read_tail
+from flatfsdp.elastic.holding import Facts, Holding
+from flatfsdp.elastic.inventory import Inventory
 from tests.harness import pool
 
 pytestmark = pytest.mark.distributed
@@ -57,8 +57,7 @@ def follow(rank: int, world: int, front: str) -> list[tuple[str, bool]]:
         assert repr(here.facts.values) == repr(expected.facts.values)
         for one, other in zip(here.tensors, expected.tensors, strict=True):
             assert torch.equal(one, other)
-        facts, state = read_tail(kept.tail(here.facts, {"own": rank}))
-        assert repr(facts) == repr(here.facts) and state == {"own": rank}
+        assert repr(Facts.decoded(kept.encoded(here.facts))) == repr(here.facts)
         found.append((what, bool(calls)))
 
     def step() -> None:

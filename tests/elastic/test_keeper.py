@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 from flatfsdp.elastic import keeper as keepers
-from flatfsdp.elastic.keeper import Keeper, Rebuilt, check_losses, kept_bytes
+from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.elastic.holding import Entry, Facts, Holding
+from flatfsdp.elastic.keeper import Keeper, kept_bytes
+from flatfsdp.elastic.machines import Machines
 from flatfsdp.elastic.snapshot import Block
+from flatfsdp.engine.base.plain_data import encode
 from flatfsdp.errors import LostRankError
 
 pytestmark = pytest.mark.unit
@@ -30,7 +36,7 @@ class Meeting:
         self._brought: list[object] = [None] * members
         self._breaks_at, self.exchanges = breaks_at, 0
 
-    def all(self, place: int, value: object) -> list[object]:
+    def all(self, place: int, value: object) -> list[Any]:
         self._brought[place] = value
         if self._barrier.wait(10) == 0:
             self.exchanges += 1
@@ -42,25 +48,31 @@ class Meeting:
         return found
 
 
-class Member:
-    """`keeper.Group` of one member."""
+class Member(ParityRanks):
+    """The exchanges of one member."""
 
     def __init__(self, meeting: Meeting, place: int) -> None:
         self._meeting, self._place = meeting, place
         self.sent = 0
 
-    def meet(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return self._meeting.all(self._place, numbers)  # type: ignore[return-value]
+    def meet(self, content: bytes) -> list[bytes]:
+        return self._meeting.all(self._place, content)
 
     def exchange(self, arrived: torch.Tensor, sent: torch.Tensor) -> None:
         self.sent += sent.nbytes
         rows = self._meeting.all(self._place, sent.clone())
         others = [place for place in range(len(rows)) if place != self._place]
         for row, place in zip(arrived, others, strict=True):
-            row.copy_(rows[place][self._place - (self._place > place)])  # type: ignore[index]
+            row.copy_(rows[place][self._place - (self._place > place)])
 
-    def finish(self) -> None:
-        self._meeting.all(self._place, None)
+    def finish(self) -> bool:
+        return bool(self._meeting.all(self._place, None) == [])
+
+    def send_parts(self, sent: Mapping[int, torch.Tensor], arriving: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        found = self._meeting.all(self._place, sent)
+        parts = {rank: found[rank][self._place] for rank in arriving}
+        assert {rank: part.numel() for rank, part in parts.items()} == arriving
+        return parts
 
 
 def on_members(count: int, work: Callable[[int], None]) -> list[BaseException | None]:
@@ -83,21 +95,30 @@ def on_members(count: int, work: Callable[[int], None]) -> list[BaseException | 
 
 def keepers_of(ranks: Sequence[int]) -> list[Keeper]:
     """Those of the members of a group, each on a machine of its own."""
-    return [Keeper(ranks, rank, (Block(), Block())) for rank in ranks]
+    machines = Machines(tuple(range(20)), {})
+    return [Keeper(rank, (Block(), Block()), machines, groups=[tuple(ranks)]) for rank in ranks]
 
 
-def refresh(group: Sequence[Keeper], number: int, states: Sequence[bytes], tails: Sequence[bytes], **how: int) -> None:
+def facts(size: int, more: int = 0) -> Facts:
+    """Those of a block of so many bytes, with so many bytes `more` of their own."""
+    entry = Entry("bytes", "", torch.uint8, (size,), None, 0, size)
+    return Facts((entry,) * (size > 0), {}, ({"more": "x" * more},))
+
+
+def holding(data: bytes, more: int = 0) -> tuple[Holding, bytes]:
+    """A block of this `data`, and its facts, encoded."""
+    known = facts(len(data), more)
+    tensors = [torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else []
+    return Holding(known, tensors), encode((encode(known.entries), known.values, known.groups))
+
+
+def refresh(group: Sequence[Keeper], number: int, states: Sequence[bytes], more: int = 0, **how: int) -> None:
     """One refresh of all members."""
     meeting = Meeting(len(group), **how)
 
     def work(place: int) -> None:
-        def take(block: Block) -> None:
-            tensor = torch.frombuffer(bytearray(states[place]), dtype=torch.uint8) if states[place] else torch.empty(0)
-            block.take(
-                [tensor] if states[place] else [], [0] if states[place] else [], len(states[place]), tails[place]
-            )
-
-        group[place].complete(group[place].begin(number, take), Member(meeting, place))
+        begun = group[place].begin(number, *holding(states[place], more * place))
+        group[place].complete(begun, Member(meeting, place))
 
     for error in on_members(len(group), work):
         if error is not None and not isinstance(error, Broken):
@@ -105,25 +126,21 @@ def refresh(group: Sequence[Keeper], number: int, states: Sequence[bytes], tails
 
 
 def rebuild(group: Sequence[Keeper], number: int, lost: int) -> bytes:
-    """The block of a lost member, from the others."""
-    ranks = group[0].members
-    gone = [ranks[lost]]
+    """What a lost member had, from the others."""
+    gone = group[0].members[lost]
     survivors = [place for place in range(len(group)) if place != lost]
-    sent = {place: group[place].parts_to_send(group[place].version(number), gone) for place in survivors}
-    parts: list[Rebuilt] = []
-    for place in survivors:
-        version = group[place].version(number)
-        needs = group[place].parts_to_receive(version, gone)
-        arrived = {member: sent[member][place] for member in needs}
-        assert {member: part.numel() for member, part in arrived.items()} == needs
-        part = group[place].rebuild(version, gone, arrived)
-        assert part is not None and part.member == lost
-        parts.append(part)
-    sizes = group[survivors[0]].version(number).sizes[lost]
-    whole = torch.zeros(sizes.state + sizes.tail, dtype=torch.uint8)
-    for part in parts:
-        whole[part.start : part.start + part.data.numel()] = part.data
-    return bytes(whole.tolist())
+    rank_of = {group[0].members[place]: now for now, place in enumerate(survivors)}
+    meeting, parts = Meeting(len(survivors)), [list[Holding]() for _ in survivors]
+
+    def work(now: int) -> None:
+        parts[now] = group[survivors[now]].brought(number, [gone], rank_of, Member(meeting, now))[1:]
+
+    assert on_members(len(survivors), work) == [None] * len(survivors)
+    found: dict[int, bytes] = {}
+    for (part,) in parts:
+        for entry, tensor in zip(part.facts.entries, part.tensors, strict=True):
+            found[entry.start] = bytes(tensor.tolist())
+    return b"".join(found[start] for start in sorted(found))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -137,10 +154,9 @@ def test_any_member_comes_back_after_several_refreshes_of_other_sizes(
     group = keepers_of(ranks)
     for number in range(4):
         states = [rng.randbytes(rng.choice((0, 5, 64, rng.randrange(3000)))) for _ in ranks]
-        tails = [rng.randbytes(rng.randrange(200)) for _ in ranks]
-        refresh(group, number, states, tails)
+        refresh(group, number, states, more=rng.randrange(100))
         for lost in range(count):
-            assert rebuild(group, number, lost) == states[lost] + tails[lost]
+            assert rebuild(group, number, lost) == states[lost]
         if number:
             assert [each.numbers for each in group] == [[number - 1, number]] * count
 
@@ -151,81 +167,102 @@ def test_an_interrupted_refresh_leaves_the_version_before(breaks_at: int, monkey
     rng = random.Random(breaks_at)
     group = keepers_of((0, 1, 2))
     before = [rng.randbytes(400) for _ in range(3)]
-    refresh(group, 7, before, [b"tail"] * 3)
-    refresh(group, 8, [rng.randbytes(400) for _ in range(3)], [b"another"] * 3, breaks_at=breaks_at)
+    refresh(group, 7, before)
+    refresh(group, 8, [rng.randbytes(400) for _ in range(3)], breaks_at=breaks_at)
     common = set.intersection(*(set(each.numbers) for each in group))
     assert 7 in common
     for lost in range(3):
-        assert rebuild(group, 7, lost) == before[lost] + b"tail"
+        assert rebuild(group, 7, lost) == before[lost]
     after = [rng.randbytes(100) for _ in range(3)]
-    refresh(group, 9, after, [b""] * 3)  # reuses the memory of the interrupted one
+    refresh(group, 9, after)  # reuses the memory of the interrupted one
     assert [rebuild(group, 9, lost) for lost in range(3)] == after
 
 
-def test_a_group_without_a_loss_has_nothing_to_do() -> None:
+def test_a_group_without_a_loss_rebuilds_nothing() -> None:
     group = keepers_of((4, 6))
-    refresh(group, 1, [b"a" * 100, b"b" * 30], [b"", b""])
-    for each in group:
-        version = each.version(1)
-        assert not each.parts_to_send(version, [5]) and not each.parts_to_receive(version, [5])
-        assert each.rebuild(version, [5], {}) is None
+    refresh(group, 1, [b"a" * 100, b"b" * 30])
+    meeting = Meeting(2)
+
+    def work(place: int) -> None:
+        (own,) = group[place].brought(1, [5], {4: 0, 6: 1}, Member(meeting, place))
+        assert bytes(own.tensors[0].tolist()) in (b"a" * 100, b"b" * 30)
+
+    assert on_members(2, work) == [None] * 2
 
 
-def test_two_losses_in_one_group_are_an_error() -> None:
-    groups, alone, two_machines = [(0, 2), (1, 3)], range(4), (0, 0, 1, 1)
-    check_losses(groups, alone, [0, 3])
-    check_losses(groups, two_machines, [3, 1])  # which have left their blocks to 0 and 2
-    check_losses(groups, two_machines, [2, 3])
-    for nodes, lost in ((alone, [3, 1]), (two_machines, [0, 3, 1])):
-        with pytest.raises(LostRankError, match=r"ranks 1, 3 are lost at once.*the group of ranks 1, 3 can lose one"):
-            check_losses(groups, nodes, lost)
+@pytest.mark.parametrize(
+    ("nodes", "lost", "words"),
+    [
+        ((0, 1, 2, 3), [0, 3], ""),
+        ((0, 0, 1, 1), [3, 1], ""),  # which have left their blocks to 0 and 2
+        ((0, 0, 1, 1), [2, 3], ""),
+        ((0, 1, 2, 3), [3, 1], "ranks 1, 3 are lost at once, and nobody else has their state"),
+        ((0, 0, 1, 1), [0, 3, 1], "ranks 1, 3 are lost at once"),
+    ],
+)
+def test_two_losses_in_one_group_are_an_error(nodes: tuple[int, ...], lost: list[int], words: str) -> None:
+    kept = Keeper(0, (Block(), Block()), Machines(nodes, {}), groups=[(0, 2), (1, 3)])
+    with pytest.raises(LostRankError, match=words) if words else nullcontext():
+        kept.check(lost)
+
+
+def test_the_loss_of_all_that_hold_alike_is_an_error() -> None:
+    alone, together = (
+        Keeper(0, (Block(), Block()), Machines(nodes, {}), alike=((0, 2), (1, 3)))
+        for nodes in ((0, 1, 2, 3), (0, 0, 1, 1))
+    )
+    alone.check([0, 1])
+    together.check([2, 3])
+    together.check([0, 2])  # which have left their blocks to 1 and 3
+    with pytest.raises(LostRankError, match="ranks 0, 2 are lost at once, and nobody else has their state"):
+        alone.check([0, 2])
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 4])
 def test_memory_and_traffic_are_those_of_the_formulas(members: int) -> None:
     size, alignment = 960_000, 2 * 4096
-    group, meeting = keepers_of(range(members)), Meeting(members)
+    group, meeting = keepers_of(range(members)) if members > 1 else [alone(0)], Meeting(members)
     ranks = [Member(meeting, place) for place in range(members)]
-
-    state = [torch.zeros(size, dtype=torch.uint8)]
 
     def work(place: int) -> None:
         keeper = group[place]
         for number in range(4):
-            keeper.complete(keeper.begin(number, lambda block: block.take(state, [0], size, b"")), ranks[place])
+            keeper.complete(keeper.begin(number, *holding(bytes(size))), ranks[place])
 
     assert on_members(members, work) == [None] * members
-    parity = size // (members - 1) if members > 1 else 0
+    parity = size // (members - 1) if members > 1 else 0  # without the facts
     for keeper, rank in zip(group, ranks, strict=True):
         versions = [keeper.version(number) for number in (2, 3)]
         kept = [(version.block.memory.nbytes, version.parity.nbytes) for version in versions]
-        assert all(size <= block < size + alignment and own == parity for block, own in kept)
+        assert all(size <= block < size + alignment and parity <= own < parity + alignment for block, own in kept)
         assert kept_bytes(size, ranks=members, machines=members, group=5) == 2 * (size + parity)
-        assert rank.sent == (4 * size if members > 1 else 0)
+        assert 4 * size <= rank.sent < 4 * (size + alignment) if members > 1 else rank.sent == 0
 
 
-def test_what_ranks_of_this_machine_have_not_whole_is_not_offered() -> None:
+def alone(rank: int, left: Mapping[int, Sequence[Block]] | None = None, blocks: Sequence[Block] = ()) -> Keeper:
+    """That of a rank on one machine with others, which have `left` their blocks."""
+    return Keeper(rank, blocks or (Block(), Block()), Machines((0, 0), left or {}))
+
+
+def test_what_ranks_of_this_machine_have_not_whole_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = (Block(), Block())
-    left = {1: [Block.of_process(os.getpid(), block.descriptor) for block in theirs]}
-    keeper, other = Keeper((0,), 0, (Block(), Block()), left), Keeper((1,), 1, theirs)
-    group = Member(Meeting(1), 0)
+    keeper = alone(0, {1: [Block.of_process(os.getpid(), block.descriptor) for block in theirs]})
+    other, group = alone(1, blocks=theirs), Member(Meeting(1), 0)
 
-    def take(block: Block) -> None:
-        block.take([torch.arange(5)], [0], 40, b"tail")
-
-    def breaks(block: Block) -> None:
+    def breaks(*unused: Any) -> None:
         raise Broken
 
     seen = []
     for number in range(4):
-        begun = other.begin(number, take)
+        begun = other.begin(number, *holding(b"theirs %d" % number))
         seen.append(keeper.numbers)
-        keeper.complete(keeper.begin(number, take), group)
+        keeper.complete(keeper.begin(number, *holding(b"own")), group)
         seen.append(keeper.numbers)
         other.complete(begun, group)
     assert seen == [[], [0], [0], [0, 1], [1], [1, 2], [2], [2, 3]]
-    with pytest.raises(Broken):
-        other.begin(4, breaks)  # in the memory of 2
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(Block, "take", breaks)
+        other.begin(4, *holding(b"theirs 4"))  # in the memory of 2
     assert keeper.numbers == [3]
-    (left,) = keeper.blocks_of(keeper.version(3), [1])
-    assert (left.state, left.tail, bytes(left.memory[40:44].tolist())) == (40, 4, b"tail")
+    own, left = keeper.brought(3, [1], {0: 0}, group)
+    assert [bytes(each.tensors[0].tolist()) for each in (own, left)] == [b"own", b"theirs 3"]

@@ -22,17 +22,20 @@ SIZE = 8_000_000  # bytes of a block, which take about a millisecond to copy
 # A process that copies into two blocks in turns, in each copy the number of it everywhere, until it is killed.
 COPIES = f"""
 import torch
+from flatfsdp.elastic.holding import Entry, Facts, Holding
 from flatfsdp.elastic.keeper import Keeper
+from flatfsdp.elastic.machines import Machines
 from flatfsdp.elastic.snapshot import Block
 
 blocks = Block(), Block()
 print(*(block.descriptor for block in blocks), flush=True)
-keeper, state = Keeper((0,), 0, blocks), [torch.empty({SIZE // 32}, dtype=torch.int64) for _ in range(4)]
+keeper = Keeper(0, blocks, Machines((0,), {{}}))
+state = [torch.empty({SIZE // 32}, dtype=torch.int64) for _ in range(4)]
+entries = tuple(Entry(name, "", torch.int64, ({SIZE // 32},), None, 0, {SIZE // 32}) for name in "abcd")
 for number in range(1_000_000):
     for each in state:
         each.fill_(number)
-    take = lambda block: block.take(state, [place * {SIZE // 4} for place in range(4)], {SIZE}, str(number).encode())
-    version = keeper.begin(number, take)
+    version = keeper.begin(number, Holding(Facts(entries, {{}}, ()), state), str(number).encode())
     version.complete = True
 """
 
@@ -57,8 +60,7 @@ def test_a_process_that_is_killed_in_a_copy_leaves_the_other_block_whole() -> No
             whole = [block for block in blocks if block.number is not None]
             for block in whole:
                 assert values_of(block, block.state) == {block.number}
-                tail = block.memory[block.state : block.nbytes]
-                assert bytes(tail.tolist()) == str(block.number).encode()
+                assert block.tail == str(block.number).encode()
             if len(whole) == 1:
                 (unfinished,) = {*blocks} - {*whole}
                 in_a_copy += values_of(unfinished, min(SIZE, unfinished.memory.numel())) != {whole[0].number - 1}
@@ -77,7 +79,8 @@ def test_a_block_is_whole_from_its_last_byte_to_the_first_of_the_next() -> None:
     block.take([torch.arange(3)], [0], 24, b"tail")
     assert seen.number is None
     block.set_whole(-5)
-    assert (seen.number, seen.state, seen.tail) == (-5, 24, 4)
+    seen.map()
+    assert (seen.number, seen.state, seen.tail) == (-5, 24, b"tail")
     block.take_back()
     assert seen.number is None
 

@@ -25,6 +25,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint.ranks import CheckpointRanks
 from flatfsdp.elastic import machines, start, survive
 from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.elastic.keeper import Keeper
 from flatfsdp.elastic.snapshot import Block
 from flatfsdp.engine.agreement import process_groups
 from flatfsdp.engine.watchdog.regions import current_watch, expecting
@@ -164,8 +165,8 @@ RECOVERY = {"as groups are made": "forget_calls", "as blocks are brought": "brou
 
 
 def die_in_recovery(moment: str) -> None:
-    module = importlib.import_module("flatfsdp.elastic.survive")
-    setattr(module, RECOVERY[moment], lambda *unused, **named: os.kill(os.getpid(), signal.SIGKILL))
+    owner = Keeper if moment == "as blocks are brought" else importlib.import_module("flatfsdp.elastic.survive")
+    setattr(owner, RECOVERY[moment], lambda *unused, **named: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def train(
@@ -521,12 +522,11 @@ def not_connected_in_time(rank: int) -> None:
         raise RuntimeError("Gloo connectFullMesh failed: timed out")
 
     def brings(*given: Any) -> Any:
-        module.brought = brought  # type: ignore
+        Keeper.brought = brought  # type: ignore
         process_groups.with_time_limit(60.0, runs_out)
 
     if rank == 0:
-        module = importlib.import_module("flatfsdp.elastic.survive")
-        brought, module.brought = module.brought, brings  # type: ignore
+        brought, Keeper.brought = Keeper.brought, brings  # type: ignore
 
 
 def test_survivors_that_are_not_connected_in_time_all_try_again(expected: str) -> None:
