@@ -10,11 +10,14 @@ A process that is not in the list of an epoch after its own is *fenced*, althoug
 and counted as lost. It has nothing to do with the job any more, and finds that out before it does anything for it: its
 connections to the others are shut down, and it reads the list before it goes on.
 
+A process that *leaves*, at the end of its steps, writes that before it closes its connections: neighbors that find
+them closed read it there, and no loss. To those that come to join the job has ended.
+
 A process that *joins* takes a new number, connects to members, and waits for a list that it is in. Members that it is
 connected to bring it along, and so a member notices when it ends, before the list is written and after.
 
 Costs, in requests to the store: none in normal operation. Per loss up to 3 to report it, and 1 by each process to learn
-of it; per epoch 3 by each, and looks at the list.
+of it; per epoch 3 by each, and looks at the list; 2 by each that leaves, and 1 by each of its neighbors.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from ..engine.base.foreign_text import parse
 from ..engine.watchdog.process_exit import print_immediately
@@ -41,6 +44,7 @@ class Job:
         epoch: the number of the present epoch.
         members: the numbers of its members, in the order of their ranks.
         lost: the numbers of all that were ever lost, each with words that follow "rank 3 ".
+        left: the numbers of those that have left, each with the words of its `leave`.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Job:
         self.epoch = 0 if members else -1
         self.members = tuple(members)
         self.lost: dict[int, str] = {}
+        self.left: dict[int, str] = {}
         self._store = store
         self._lost_after = lost_after
         self._on_loss = on_loss
@@ -62,14 +67,20 @@ class Job:
         """Write the loss of a process: `words` follow "rank 3 ". What a process writes that counts as lost itself is
         ignored: to it, all others are gone. One that is no member yet writes its own loss only."""
         self.learn()
-        if number in self.lost or self.own in self.lost or self.own not in {*self.members, number}:
+        if number in {*self.lost, *self.left} or self.own in self.lost or self.own not in {*self.members, number}:
             return
         # In one request: a process that ends while it reports leaves a line, or none.
         self._store.append("losses", json.dumps([self.own, number, words]) + "\n")
         self.learn()
 
+    def leave(self, words: str) -> None:
+        """Write that this process leaves the job, which ends as in these `words`. It is written when this returns."""
+        if self.own not in self.lost:
+            self._store.append("losses", json.dumps([self.own, words]) + "\n")
+            self.learn()
+
     def learn(self) -> None:
-        """Read new losses from the store. May be called from any thread."""
+        """Read from the store who else is lost, or has left. May be called from any thread."""
         new = False
         with self._learning:
             lines = (self._store.read("losses") or "").splitlines()
@@ -79,6 +90,8 @@ class Job:
                     case [int(reporter), int(number), str(words)] if not {reporter, number} & self.lost.keys():
                         self.lost[number] = words
                         new |= {number, self.own} <= {*self.members}
+                    case [int(number), str(words)]:
+                        self.left[number] = words
             self._known = max(self._known, len(lines))
         if new:
             self._on_loss()
@@ -114,7 +127,7 @@ class Job:
         if listed is not None and self.own not in listed:
             self._refuse("was not there when the others went on")
 
-    def go_on(self, offer: str, joining: Collection[int] = ()) -> dict[int, str]:
+    def go_on(self, offer: object, joining: Collection[int] = ()) -> dict[int, Any]:
         """Come to the next epoch with all survivors, and processes that join. Returned: the offers of the survivors.
         `members` and `epoch` are those of the new one then. `joining`: those that are connected to this process.
 
@@ -127,12 +140,12 @@ class Job:
         self._store.append(f"{key}/here", json.dumps([self.own, offer, [*joining]]) + "\n")
         began, reported = time.monotonic(), False
         while (listed := self._listed(epoch)) is None:
-            here = self._offers(epoch)
+            here = self._here(epoch)
             missing = [number for number in self.members if number not in here and number not in self.lost]
             waited = time.monotonic() - began
             if not missing:
                 going = [number for number in self.members if number in here and number not in self.lost]
-                going += sorted({each for number in going for each in here[number].joining} - self.lost.keys())
+                going += sorted({each for number in going for each in here[number][1]} - self.lost.keys())
                 self._store.set_if_absent(f"{key}/members", json.dumps(going))
             elif waited > self._lost_after:
                 for number in missing:
@@ -148,9 +161,9 @@ class Job:
         if self.own not in listed:
             self._refuse(self.lost.get(self.own, "was not there when the others went on"))
         self.epoch, self.members = epoch, tuple(listed)
-        return self._offers_here()
+        return self._offers()
 
-    def join(self, reach: Callable[[], bool], seconds: float) -> dict[int, str]:
+    def join(self, reach: Callable[[], bool], seconds: float) -> dict[int, Any]:
         """Wait until the members take this process, which is none yet, into an epoch. Returned: as by `go_on`.
 
         `reach`: connects this process to some of `members`, unless it is; returns whether it could.
@@ -161,10 +174,9 @@ class Job:
         """
         began, reported = time.monotonic(), False
         while self.own not in self.catch_up():
-            self.learn()
+            self.check_end(reach())
             if self.own in self.lost:
                 self._refuse(self.lost[self.own])
-            self.check_end(reach())
             waited = time.monotonic() - began
             if waited > seconds:
                 raise UsageError(f"cannot join: the job has come to no refresh for {waited:.0f} s")
@@ -172,7 +184,7 @@ class Job:
                 reported = True
                 print_immediately("[flatfsdp] waits for the next refresh of the job, to join it there")
             time.sleep(min(0.25, 0.002 + waited / 10))
-        return self._offers_here()
+        return self._offers()
 
     def catch_up(self) -> tuple[int, ...]:
         """Let `epoch` and `members` be those of the newest epoch, for a process that is no member; returns these."""
@@ -185,14 +197,10 @@ class Job:
         Raises:
             UsageError: the job has ended. `is_there`: whether one of its members can be reached.
         """
-        end = self._store.read("end")
-        if end is not None or not is_there:
-            why = "none of its ranks can be reached" if end is None else end
+        self.learn()
+        if self.left or not is_there:
+            why = next(iter(self.left.values()), "none of its ranks can be reached")
             raise UsageError(f"cannot join: the job has ended ({why}). A new job needs a new store")
-
-    def end(self, words: str) -> None:
-        """Note in words how the job has ended, for those that come to join."""
-        self._store.post("end", words)
 
     def losses_in_words(self) -> str:
         """The lost members, in words. May be called from any thread."""
@@ -212,20 +220,14 @@ class Job:
                 return listed
         return None
 
-    def _offers_here(self) -> dict[int, str]:
-        return {number: line.offer for number, line in self._offers(self.epoch).items() if number in self.members}
+    def _offers(self) -> dict[int, Any]:
+        return {number: offer for number, (offer, _) in self._here(self.epoch).items() if number in self.members}
 
-    def _offers(self, epoch: int) -> Mapping[int, _Line]:
+    def _here(self, epoch: int) -> Mapping[int, tuple[Any, Sequence[int]]]:
+        """By the number of a process that has come to an epoch its offer, and the numbers of those that join by it."""
         found = {}
         for line in (self._store.read(f"epoch/{epoch}/here") or "").splitlines():
-            match json.loads(line):
-                case [int(number), str(offer), [*joining]]:
-                    found[number] = _Line(offer, joining)
+            match parse(line):
+                case [int(number), offer, [*joining]]:
+                    found[number] = offer, joining
         return found
-
-
-class _Line(NamedTuple):
-    """The line of a process that comes to an epoch: its offer, and the numbers of those that join through it."""
-
-    offer: str
-    joining: list[int]

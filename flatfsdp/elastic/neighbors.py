@@ -8,8 +8,8 @@ takes long, does not. A process that was stopped itself has missed what the othe
 
 A process that learns of a loss sends `NEWS` to its neighbors, and each passes that on if the loss was new to it.
 
-Connections stay for as long as both processes live, over all changes of the job. A process that leaves sends `LEAVES`
-before it closes its own, and is not lost. A forked child closes its copies: otherwise it would keep them open after its
+Connections stay for as long as both processes live, over all changes of the job; also those of a process that leaves
+end ([Note: epochs]). A forked child closes its copies: otherwise it would keep them open after its
 parent's end.
 """
 
@@ -32,8 +32,7 @@ from ..errors import LostRankError
 NEIGHBORS = 2  # after each process, and as many before it
 BEAT = 1.0  # seconds
 SECONDS = 10.0  # limit of a connection that is made
-LEAVING = 1.0  # seconds for neighbors to see that this process leaves
-ALIVE, LEAVES, NEWS = b".", b"!", b"?"
+ALIVE, NEWS = b".", b"?"
 _SECRET = 16
 _HELLO = struct.Struct(f"!I{_SECRET}s")
 _living: weakref.WeakSet[Neighbors] = weakref.WeakSet()
@@ -65,7 +64,6 @@ class Neighbors:
         self.address = (host, self._listener.getsockname()[1], self._secret.hex())
         self._numbers: dict[socket.socket, int | None] = {}  # None until its number has arrived
         self._last: dict[socket.socket, float] = {}
-        self._left: set[int] = set()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -110,22 +108,11 @@ class Neighbors:
             return {number for number in self._numbers.values() if number is not None}
 
     def close(self) -> None:
-        """Notify the neighbors that this process leaves, and end the thread."""
+        """End the thread and the connections. To the neighbors this process is gone."""
         self._closed.set()
         self._thread.join(SECONDS)
-        for connection in [*self._numbers]:
-            with contextlib.suppress(OSError):
-                connection.sendall(LEAVES)
-                connection.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + LEAVING
-        for connection in [*self._numbers]:
-            # Closed with unread bytes it is reset, and LEAVES is lost if it still waits for earlier bytes to arrive.
-            with contextlib.suppress(OSError):
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                while connection.recv(4096) and time.monotonic() < deadline:
-                    pass
+        for connection in [self._listener, *self._numbers]:
             connection.close()
-        self._listener.close()
         self._selector.close()
 
     def _add(self, connection: socket.socket, number: int | None) -> None:
@@ -169,15 +156,13 @@ class Neighbors:
             self._end(connection, "has ended: it has closed its connections")
             return
         self._last[connection] = time.monotonic()
-        if (number := self._numbers.get(connection)) is None:
+        if self._numbers.get(connection) is None:
             # Sent at once, by a process that has just connected: it does not arrive in parts.
             if len(data) < _HELLO.size or not hmac.compare_digest(_HELLO.unpack(data)[1], self._secret):
                 self._end(connection, "")
                 return
             self._numbers[connection] = _HELLO.unpack(data)[0]
             return
-        if LEAVES in data:
-            self._left.add(number)
         if NEWS in data:
             self._news()
 
@@ -195,7 +180,7 @@ class Neighbors:
             number = self._numbers.pop(connection, None)
             self._last.pop(connection, None)
             self._selector.unregister(connection)
-        if number is not None and number not in self._left:
+        if number is not None:
             self._gone(number, words)  # before a process that was only stopped can see the end of its connection
         connection.close()
 

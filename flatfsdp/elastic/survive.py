@@ -12,7 +12,6 @@ the next one is complete in the new epoch.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -316,9 +315,8 @@ class Survival:
     def _end(self) -> None:
         if self._refreshing is not None:
             wait([self._refreshing])
-        if self._next >= self._steps.stop and self._job.own == self._job.members[0]:
-            with contextlib.suppress(RuntimeError):  # the store may be gone by now
-                self._job.end(f"after step {self._steps.stop - 1}")
+        with contextlib.suppress(RuntimeError):  # the store may be gone by now
+            self._job.leave(f"after step {self._next - 1}")
         self._neighbors.close()
         self._executor.shutdown()
 
@@ -460,7 +458,7 @@ class Survival:
         return Survived(self._next, lost, dist.get_world_size(), time.monotonic() - began, joined)
 
     def _recovered(
-        self, error: BaseException | None, offers: Mapping[int, str] | None = None
+        self, error: BaseException | None, offers: Mapping[int, Any] | None = None
     ) -> tuple[int, Sequence[int]]:
         """Go on in the next epoch, or in this one, which has begun with those `offers`; returns the number of the next
         step, and the members when the version of that step was taken."""
@@ -475,8 +473,8 @@ class Survival:
                 # Those that were made since the last refresh, as by a first save in the background, are not known yet.
                 self._job.publish("connections", [*connections.open_connections()])
                 own = [(kept.epoch, number) for kept in self._kept for number in kept.numbers]
-                offers = self._job.go_on(json.dumps(own), self._joining())
-            offered = {number: {(*each,) for each in json.loads(offer)} for number, offer in offers.items()}
+                offers = self._job.go_on(own, self._joining())
+            offered = {number: {(*each,) for each in offer} for number, offer in offers.items()}
             # Of an epoch, those that have joined since have no version, and need none.
             whole = [
                 each

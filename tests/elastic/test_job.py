@@ -112,6 +112,20 @@ def test_a_lost_process_reports_no_other(job: Callable[..., list[Job]]) -> None:
     assert two.losses == zero.losses == {1}
 
 
+def test_one_that_leaves_is_no_loss_and_one_that_is_lost_does_not_leave(job: Callable[..., list[Job]]) -> None:
+    noticed: list[int] = []
+    zero, one, two = jobs = job(3, noticed=noticed)
+    zero.leave("after step 4")
+    one.report(0, "has ended: it has closed its connections")
+    learn(jobs)
+    assert not noticed and not one.losses and one.left == two.left == {0: "after step 4"}
+    one.report(two.own, "has sent nothing for 60 s")
+    two.learn()
+    two.leave("after step 3")
+    one.learn()
+    assert one.losses == {2} and one.left == {0: "after step 4"}
+
+
 def test_values_of_others(job: Callable[..., list[Job]]) -> None:
     zero, one, two = job(3)
     one.publish("address", ["10.0.0.1", 5])
@@ -199,6 +213,6 @@ def test_one_that_waits_learns_of_the_end(job: Callable[..., list[Job]]) -> None
         joins.join(lambda: True, 0.2)
     with pytest.raises(UsageError, match="none of its ranks can be reached"):
         joins.join(lambda: False, 30.0)
-    zero.end("after step 4")
+    zero.leave("after step 4")
     with pytest.raises(UsageError, match=r"the job has ended \(after step 4\)"):
         joins.join(lambda: True, 30.0)
