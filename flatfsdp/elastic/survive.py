@@ -59,6 +59,7 @@ from .own_state import Stateful
 
 NOTICED = 5.0  # seconds in which a broken connection is explained by a loss
 CONNECTED = 30.0  # seconds in which the ranks of a new group are connected, at the first try; gloo waits for a multiple
+TRIES = 4  # to connect the same ranks, each in twice the time of the one before
 
 
 def survive(
@@ -462,7 +463,7 @@ class Survival:
     ) -> tuple[int, Sequence[int]]:
         """Go on in the next epoch, or in this one, which has begun with those `offers`; returns the number of the next
         step, and the members when the version of that step was taken."""
-        seconds = CONNECTED
+        seconds, tried = CONNECTED, list[Sequence[int]]()
         while True:
             if self._refreshing is not None:
                 wait([self._refreshing])
@@ -507,12 +508,29 @@ class Survival:
                 # have been in time: these wait for one that tries again, or lose their connection to it.
                 if self._is_loss(again, explained=joins) or connecting.failed or _is_broken(again):
                     self._sever()
+                    tried.append(members)  # as all others do
+                    if not self._job.losses and tried.count(members) >= TRIES:
+                        self._give_up([each for each in members if each not in before], again)
                     error, offers, seconds = again, None, 2 * seconds
                     continue
                 if isinstance(again, AgreementError):
                     raise LostRankError(str(again)) from again
                 raise
             return number, before
+
+    def _give_up(self, joining: Sequence[int], last: Exception) -> None:
+        """Try no more to connect the present members, none of which is lost: go on without those that join, if any do.
+
+        Raises:
+            LostRankError: none join.
+        """
+        if not joining:
+            raise LostRankError(
+                f"the {len(self._job.members)} ranks that are left could not be connected to each other in {TRIES} "
+                f"tries, the last of which failed with {type(last).__name__}: {last}"
+            ) from last
+        for each in joining:
+            self._job.report(each, f"could not be connected to the others in {TRIES} tries")
 
     def _move(self, number: int, lost: Sequence[int], rank_of: Mapping[int, int]) -> None:
         """Let the model move to the members of this epoch, in the state of the version of that number in `_kept`, which

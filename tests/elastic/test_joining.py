@@ -21,7 +21,7 @@ from flatfsdp.elastic import start, survive
 from flatfsdp.elastic.survive import Survival
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from tests.elastic import test_survive
-from tests.elastic.test_survive import HYBRIDS, lost_between, lost_in_regroup, train
+from tests.elastic.test_survive import HYBRIDS, lost_between, lost_in_regroup, never_connected, train
 from tests.harness import fresh
 from tests.harness.fresh import Outcome
 
@@ -214,6 +214,13 @@ def test_the_job_goes_on_without_one_that_fails_as_it_joins(expected: str) -> No
     joins = {2: 2}
     outcomes = play(2, joins, more=fails_in_regroup)
     assert "no memory for the shards" in (outcomes[2].error or ""), outcomes[2]
+    check(outcomes, {2}, expected, joins=joins, code=1)
+
+
+def test_the_job_goes_on_without_one_that_cannot_be_connected(expected: str) -> None:
+    joins = {2: 2}
+    outcomes = play(2, joins, more=functools.partial(never_connected, 2))
+    assert "could not be connected to the others in 2 tries" in (outcomes[2].error or ""), outcomes[2]
     check(outcomes, {2}, expected, joins=joins, code=1)
 
 

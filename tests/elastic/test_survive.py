@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -514,12 +515,13 @@ def test_another_loss_while_others_recover(world: int, before: Callable[[int], N
     check(outcomes, {1, world - 1}, expected, again=2)
 
 
+def runs_out(timeout: Any) -> None:
+    raise RuntimeError("Gloo connectFullMesh failed: timed out")
+
+
 def not_connected_in_time(rank: int) -> None:
     """Let the first try to connect the survivors fail on rank 0, while the others wait for it with groups that are
     whole."""
-
-    def runs_out(timeout: Any) -> None:
-        raise RuntimeError("Gloo connectFullMesh failed: timed out")
 
     def brings(*given: Any) -> Any:
         Keeper.brought = brought  # type: ignore
@@ -527,6 +529,23 @@ def not_connected_in_time(rank: int) -> None:
 
     if rank == 0:
         brought, Keeper.brought = Keeper.brought, brings  # type: ignore
+
+
+def never_connected(odd: int, rank: int) -> None:
+    """Let all tries to connect others fail on the rank `odd`."""
+    module = importlib.import_module("flatfsdp.elastic.survive")
+    module.TRIES, module.NOTICED = 2, 0.5  # type: ignore
+    if rank == odd:
+        ParityRanks.send_parts = lambda *unused: process_groups.with_time_limit(60.0, runs_out)  # type: ignore
+
+
+def test_ranks_that_cannot_be_connected_end_in_words() -> None:
+    before = functools.partial(never_connected, 0)
+    outcomes = fresh.run(3, train, {1: (2, "backward")}, before=before, timeout=60)
+    for rank in (0, 2):
+        words = "the 2 ranks that are left could not be connected to each other in 2 tries, the last of which failed "
+        assert "LostRankError: " + words in (outcomes[rank].error or ""), outcomes[rank]
+        assert "Start the job again from the beginning" in (outcomes[rank].error or ""), outcomes[rank]
 
 
 def test_survivors_that_are_not_connected_in_time_all_try_again(expected: str) -> None:
