@@ -53,11 +53,12 @@ class Neighbors:
         lost_after: float,
         gone: Callable[[int, str], None],
         news: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """`own`: the number of this process in the job, which no other ever has. `gone` is called from the thread, or
         from `connect`, for each neighbor that is gone, with its number and words that follow "rank 3 "; `news` after
-        others have called `notify`."""
-        self._own, self._lost_after, self._gone, self._news = own, lost_after, gone, news
+        others have called `notify`; `beat` once per `BEAT`."""
+        self._own, self._lost_after, self._gone, self._news, self._at_beat = own, lost_after, gone, news, beat
         self._secret = secrets.token_bytes(_SECRET)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
@@ -139,6 +140,7 @@ class Neighbors:
             if now >= beat:
                 beat = now + BEAT
                 self._beat(now)
+                self._at_beat()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

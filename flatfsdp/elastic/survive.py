@@ -217,6 +217,7 @@ class Survival:
         self._refreshing: Future[bool] | None = None
         self._some_join = False  # whether the last refresh has found any that wait to join, on any rank
         self._joins = False  # whether this process is one
+        self._recovers = False  # whether it has left its step because of a loss
         # The connection to the store by which the groups of this epoch wait for each other while they are made.
         self._forming: frozenset[Connection] = frozenset()
         self._switching = threading.Lock()  # held while waits are broken, and while they become those of another epoch
@@ -263,6 +264,7 @@ class Survival:
             lost_after=self._lost_after,
             gone=self._job.report,
             news=self._job.learn,
+            beat=self._break_again,
         )
         self._job.publish("address", self._neighbors.address)
         self._published: Set[Connection] = frozenset()
@@ -431,12 +433,19 @@ class Survival:
             self._sever()
             connections.shut(self._forming)
 
+    def _break_again(self) -> None:
+        """The same for waits on connections that others have published since: those of groups that the step has made
+        are known only when some ranks have left it."""
+        with self._switching:
+            if self._job.losses and not self._recovers:
+                self._sever()
+
     def _sever(self) -> None:
         connections.sever(self._job.published("connections").values(), keep=(self._port, *self._ports))
 
     def _recover(self, error: BaseException | None) -> None:
         """Go on without the lost ranks; and with those that join: for these alone if there is no `error`."""
-        began, before = time.monotonic(), self._job.members
+        began, before, self._recovers = time.monotonic(), self._job.members, True
         try:
             self._next, _ = self._recovered(error)
         except FencedError:
@@ -444,7 +453,7 @@ class Survival:
         except LostRankError as last:
             found = f"from {latest[-1]}, the last checkpoint that" if latest else "from the beginning: no checkpoint"
             raise LostRankError(f"{last}. Start the job again {found} was saved or loaded here") from last
-        now = self._change(before, began)
+        now, self._recovers = self._change(before, began), False
         self.survived += [now] if now.lost or now.joined else []
         print_immediately(
             f"[flatfsdp, rank {dist.get_rank()}] goes on with {now.ranks} ranks from step {now.step}, "
@@ -509,7 +518,7 @@ class Survival:
                 if self._is_loss(again, explained=joins) or connecting.failed or _is_broken(again):
                     self._sever()
                     tried.append(members)  # as all others do
-                    if not self._job.losses and tried.count(members) >= TRIES:
+                    if tried.count(members) == TRIES:
                         self._give_up([each for each in members if each not in before], again)
                     error, offers, seconds = again, None, 2 * seconds
                     continue
@@ -519,7 +528,7 @@ class Survival:
             return number, before
 
     def _give_up(self, joining: Sequence[int], last: Exception) -> None:
-        """Try no more to connect the present members, none of which is lost: go on without those that join, if any do.
+        """Try no more to connect the present members, on all of them: go on without those that join, if any do.
 
         Raises:
             LostRankError: none join.

@@ -460,6 +460,20 @@ def test_a_kill_in_a_save_is_survived(tmp_path: Path, expected: str) -> None:
     check(outcomes, {1}, expected)
 
 
+def in_a_group_of_the_step(rank: int, number: int) -> None:
+    """Let rank 1 die while all wait in a group that this step has made, rank 3 for ranks that live."""
+    if number == 2 and dist.get_world_size() == 4:
+        group = dist.new_group(range(4))
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1_000_000), group=group)
+
+
+def test_waits_in_a_group_that_the_step_has_made_end(expected: str) -> None:
+    check(fresh.run(4, train, {}, at=in_a_group_of_the_step, timeout=40), {1}, expected)
+
+
 def test_each_of_two_loops_survives_a_loss(expected: str) -> None:
     outcomes = fresh.run(4, train, {2: (1, "backward"), 0: (3, "forward")}, parts=PARTS, timeout=90)
     check(outcomes, {0, 2}, expected, again=2)
