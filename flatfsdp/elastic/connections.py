@@ -41,33 +41,19 @@ class Connection(NamedTuple):
         return Connection(self.other, self.own)
 
 
-def descriptors() -> frozenset[int]:
-    """The open file descriptors of this process; empty where the system does not list them."""
-    try:
-        return frozenset(int(name) for name in os.listdir("/proc/self/fd"))
-    except OSError:
-        return frozenset()
-
-
 def open_connections() -> dict[Connection, int]:
     """The TCP connections of this process, with their file descriptors."""
     found = {}
-    for descriptor in descriptors():
-        with _socket(descriptor) as each:
-            if each is not None:
-                with contextlib.suppress(OSError):  # listens, or is not connected
-                    found[_seen_from(each)] = descriptor
+    for descriptor, each in _sockets():
+        with contextlib.suppress(OSError):  # listens, or is not connected
+            found[_seen_from(each)] = descriptor
     return found
 
 
 def listening_ports() -> frozenset[int]:
     """The TCP ports on which this process accepts connections."""
-    found = set()
-    for descriptor in descriptors():
-        with _socket(descriptor) as each:
-            if each is not None and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(each.getsockname()[1])
-    return frozenset(found)
+    accepting = (each for _, each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return frozenset(each.getsockname()[1] for each in accepting)
 
 
 def sever(published: Iterable[object], *, keep: Collection[int] = ()) -> int:
@@ -96,6 +82,14 @@ def shut(those: Collection[Connection]) -> int:
 
 def _seen_from(each: socket.socket) -> Connection:
     return Connection(each.getsockname()[:2], each.getpeername()[:2])
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """The TCP sockets of this process, each until the next one is asked for, with their file descriptors."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with _socket(descriptor) as each:
+            if each is not None:
+                yield descriptor, each
 
 
 @contextlib.contextmanager
