@@ -12,6 +12,7 @@ import torch
 from flatfsdp.elastic import own_state
 from flatfsdp.elastic.exchange import ParityRanks
 from flatfsdp.elastic.joining import shared_state
+from flatfsdp.engine.base.plain_data import encode
 from tests.harness import pool
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +42,8 @@ def joined(rank: int, world: int, alike: list[str]) -> tuple[int, dict[str, Any]
     things = {"thing": Counted(40 + rank)}
     ranks = ParityRanks()
     is_new = rank in (0, 3)
-    state = shared_state(None if is_new else own_state.take(things), [1, 2], ranks, 100 + rank)
+    own = b"" if is_new else encode(own_state.take(things))
+    state = shared_state(own, [1, 2], ranks, 100 + rank)
     own_state.give(things, state)
     return things["thing"].count, numbers()
 
