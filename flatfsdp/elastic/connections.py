@@ -18,6 +18,8 @@ import socket
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from ..engine.watchdog.watchdog import is_lost_connection
+
 Address = tuple[str, int]
 
 
@@ -78,6 +80,13 @@ def shut(those: Collection[Connection]) -> int:
                     each.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
+
+
+def is_broken(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """Whether `error` or what caused it, as that of a save, is a lost connection, or of one of `kinds`."""
+    if isinstance(error, kinds) or is_lost_connection(error):
+        return True
+    return error.__cause__ is not None and is_broken(error.__cause__, *kinds)
 
 
 def _seen_from(each: socket.socket) -> Connection:

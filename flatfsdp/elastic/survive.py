@@ -34,7 +34,7 @@ from ..engine.models.rest import abandon
 from ..engine.models.walks import units_in
 from ..engine.watchdog.process_exit import print_immediately
 from ..engine.watchdog.regions import current_watch
-from ..engine.watchdog.watchdog import Watchdog, is_lost_connection
+from ..engine.watchdog.watchdog import Watchdog
 from ..errors import (
     AgreementError,
     AuditError,
@@ -379,7 +379,7 @@ class Survival:
         `explained`: a rank that joins may have failed, and then reports that."""
         if not isinstance(error, RuntimeError) or isinstance(error, AuditError):  # that one is raised on all ranks
             return False
-        broken = _is_broken(error, AgreementError)
+        broken = connections.is_broken(error, AgreementError)
         deadline = time.monotonic() + NOTICED * (broken or explained) / (5 if self._joins else 1)
         while not self._job.losses and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -515,7 +515,7 @@ class Survival:
                     raise LostRankError(str(again)) from again
                 # A rank that has only paused is not lost: the others try again, and come to it. For some of them it may
                 # have been in time: these wait for one that tries again, or lose their connection to it.
-                if self._is_loss(again, explained=joins) or connecting.failed or _is_broken(again):
+                if self._is_loss(again, explained=joins) or connecting.failed or connections.is_broken(again):
                     self._sever()
                     tried.append(members)  # as all others do
                     if tried.count(members) == TRIES:
@@ -596,10 +596,3 @@ class Survival:
         with _torch.name_of_group(f"epoch {self._job.epoch}"):
             with_time_limit(self._limit, make)
         set_rank(dist.get_rank())
-
-
-def _is_broken(error: BaseException, *kinds: type[BaseException]) -> bool:
-    """Whether `error` or what caused it, as that of a save, is a lost connection, or of one of `kinds`."""
-    if isinstance(error, kinds) or is_lost_connection(error):
-        return True
-    return error.__cause__ is not None and _is_broken(error.__cause__, *kinds)
