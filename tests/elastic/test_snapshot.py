@@ -41,8 +41,9 @@ for number in range(1_000_000):
 
 
 def values_of(block: Block, size: int) -> set[int]:
-    """The smallest and the largest: one value, if there is no other."""
-    return {int(each) for each in block.memory[:size].view(torch.int64).aminmax()}
+    """The smallest and the largest: one value, if there is no other; none of a block that has no memory yet."""
+    values = block.memory[:size].view(torch.int64)
+    return {int(each) for each in values.aminmax()} if values.numel() else set()
 
 
 def test_a_process_that_is_killed_in_a_copy_leaves_the_other_block_whole() -> None:
