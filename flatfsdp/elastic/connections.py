@@ -95,7 +95,11 @@ def _seen_from(each: socket.socket) -> Connection:
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
     """The TCP sockets of this process, each until the next one is asked for, with their file descriptors."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except OSError:  # none is left to list them by
+        return
+    for descriptor in map(int, descriptors):
         with _socket(descriptor) as each:
             if each is not None:
                 yield descriptor, each

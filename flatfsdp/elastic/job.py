@@ -10,8 +10,9 @@ A process that is not in the list of an epoch after its own is *fenced*, althoug
 and counted as lost. It has nothing to do with the job any more, and finds that out before it does anything for it: its
 connections to the others are shut down, and it reads the list before it goes on.
 
-A process that *leaves*, at the end of its steps, writes that before it closes its connections: neighbors that find
-them closed read it there, and no loss. To those that come to join the job has ended.
+A process that *leaves*, at the end of its steps or by an error outside of them, writes that before it closes its
+connections: neighbors that find them closed read it there, and no loss. To those that come to join the job has ended.
+After a loss the others do not wait for one that has left: it counts as lost, too.
 
 A process that *joins* takes a new number, connects to members, and waits for a list that it is in. Members that it is
 connected to bring it along, and so a member notices when it ends, before the list is written and after.
@@ -67,11 +68,17 @@ class Job:
         """Write the loss of a process: `words` follow "rank 3 ". What a process writes that counts as lost itself is
         ignored: to it, all others are gone. One that is no member yet writes its own loss only."""
         self.learn()
-        if number in {*self.lost, *self.left} or self.own in self.lost or self.own not in {*self.members, number}:
+        if number in self.lost or self.own in self.lost or self.own not in {*self.members, number}:
             return
         # In one request: a process that ends while it reports leaves a line, or none.
         self._store.append("losses", json.dumps([self.own, number, words]) + "\n")
         self.learn()
+
+    def is_gone(self, number: int, words: str) -> None:
+        """Report a process that has closed its connections, unless it has left."""
+        self.learn()
+        if number not in self.left:
+            self.report(number, words)
 
     def leave(self, words: str) -> None:
         """Write that this process leaves the job, which ends as in these `words`. It is written when this returns."""
@@ -89,8 +96,9 @@ class Job:
                     # Two processes that a cut network separates report each other. The first line counts for all.
                     case [int(reporter), int(number), str(words)] if not {reporter, number} & self.lost.keys():
                         self.lost[number] = words
+                        self.left.pop(number, None)  # the job goes on without it
                         new |= {number, self.own} <= {*self.members}
-                    case [int(number), str(words)]:
+                    case [int(number), str(words)] if number not in self.lost:
                         self.left[number] = words
             self._known = max(self._known, len(lines))
         if new:
@@ -147,6 +155,9 @@ class Job:
                 going = [number for number in self.members if number in here and number not in self.lost]
                 going += sorted({each for number in going for each in here[number][1]} - self.lost.keys())
                 self._store.set_if_absent(f"{key}/members", json.dumps(going))
+            elif gone := [number for number in missing if number in self.left]:  # they do not come any more
+                for number in gone:
+                    self.report(number, f"had left the loop {self.left.get(number, '')}")
             elif waited > self._lost_after:
                 for number in missing:
                     self.report(number, f"did not come to the others for {waited:.0f} s after a loss")

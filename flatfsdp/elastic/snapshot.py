@@ -86,7 +86,7 @@ class Block:
 
     def take(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], state: int, tail: bytes) -> None:
         """Copy `tensors` to these `offsets`, multiples of their items' size, into a state of so many bytes, and `tail`
-        after it. Complete when this returns: the host waits once for each device."""
+        after it. Complete when this returns."""
         if state + len(tail) > self.memory.numel():
             self._reserve(state + 2 * len(tail))  # with room for a longer tail
         if tensors:

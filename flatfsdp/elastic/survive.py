@@ -262,7 +262,7 @@ class Survival:
             own,
             own_host(host, port),
             lost_after=self._lost_after,
-            gone=self._job.report,
+            gone=self._job.is_gone,
             news=self._job.learn,
             beat=self._break_again,
         )
@@ -436,7 +436,7 @@ class Survival:
     def _break_again(self) -> None:
         """The same for waits on connections that others have published since: those of groups that the step has made
         are known only when some ranks have left it."""
-        with self._switching:
+        with self._switching, contextlib.suppress(RuntimeError):  # the store is gone: waits end by their own limits
             if self._job.losses and not self._recovers:
                 self._sever()
 

@@ -116,7 +116,7 @@ def test_one_that_leaves_is_no_loss_and_one_that_is_lost_does_not_leave(job: Cal
     noticed: list[int] = []
     zero, one, two = jobs = job(3, noticed=noticed)
     zero.leave("after step 4")
-    one.report(0, "has ended: it has closed its connections")
+    one.is_gone(0, "has ended: it has closed its connections")
     learn(jobs)
     assert not noticed and not one.losses and one.left == two.left == {0: "after step 4"}
     one.report(two.own, "has sent nothing for 60 s")
@@ -131,6 +131,26 @@ def test_values_of_others(job: Callable[..., list[Job]]) -> None:
     one.publish("address", ["10.0.0.1", 5])
     two.publish("address", None)
     assert zero.published("address") == {1: ["10.0.0.1", 5]}
+
+
+def test_others_do_not_wait_for_one_that_has_left(job: Callable[..., list[Job]]) -> None:
+    zero, one, two, joiner = job(3, joining=1)
+    zero.leave("after step 4")
+    one.is_gone(0, "closed its connection")
+    assert not one.losses
+    two.report(1, "was killed")
+    assert together([two]) == {2: {2: "of 2"}}
+    assert two.members == (2,) and two.lost == {1: "was killed", 0: "had left the loop after step 4"}
+    joiner.learn()
+    assert not joiner.left  # the job has not ended
+
+
+def test_one_that_is_lost_and_does_not_know_ends_no_job(job: Callable[..., list[Job]]) -> None:
+    zero, one = job(2)
+    one.report(0, "was stopped")
+    zero.leave("after step 3")
+    learn([zero, one])
+    assert not zero.left and not one.left
 
 
 def test_a_process_that_ends_while_it_reports_leaves_no_gap(
