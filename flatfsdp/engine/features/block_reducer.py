@@ -58,7 +58,8 @@ class BlockSums:
 
     def __init__(self, grads: Gradients, ledger: Ledger) -> None:
         self.grads, self.handle, self.ledger = grads, grads.handle, ledger
-        grads.memory.missing = -0.0  # which, unlike 0.0, changes no bit of what it is added to
+        # -0.0, unlike 0.0, changes no bit of what it is added to.
+        grads.memory.missing = complex(-0.0, -0.0) if self.handle.precision.reduce.is_complex else -0.0
         self._tracker = self.handle.tracker
         self.window: Block | None = None
         self.blocks: dict[Block, Held | None] = {}
@@ -74,7 +75,10 @@ class BlockSums:
         block = (0, microbatch) if microbatch is not None else None
         if is_left and self.window is not None:
             tree = self.ledger.running.tree
-            parent = tree.parent(block) if block and not (self.grads.repeats or self.ledger.look) else None
+            precision = self.handle.precision
+            rounds = precision.compute.itemsize > precision.reduce.itemsize  # once in place, and twice in two blocks
+            apart = rounds or self.grads.repeats or self.ledger.look
+            parent = tree.parent(block) if block and not apart else None
             if parent is not None and tree.halves(parent) == (self.window, block):
                 self.window = parent
                 return

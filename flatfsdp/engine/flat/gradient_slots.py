@@ -63,7 +63,7 @@ class SlotMemory:
         self.numels = [spec.numel for spec in handle.layout.params]
         self.indices = list(range(len(self.numels)))
         self._reducing = reducing
-        self.missing = 0.0
+        self.missing: complex = 0.0
         self._buffers: dict[torch.dtype, list[Window]] = {}  # the last one is in use, or is the next
 
     def allocate(self, dtype: torch.dtype) -> Window:
