@@ -236,6 +236,76 @@ def test_steps_in_the_backward(kind: str, pool2: Run) -> None:
     assert pool2(in_backward, kind) == [[], []]
 
 
+def in_groups(rank: int, world: int) -> list[str]:
+    """The differences of steps in the backward to steps after it, where units have parameters of some groups only; of
+    groups with settings of single parameters what the first step says."""
+    found = []
+    for early in (False, True):
+        model = wrapped("wrapper", "AdamOf8Bits", seeded(Net), auto_wrap_policy={nn.Linear})
+        odd = [*model.odd.parameters()]
+        others = [each for each in model.parameters() if all(each is not one for one in odd)]
+        optimizer = AdamOf8Bits([{"params": others}, {"params": odd, "lr": 0.01}], lr=0.05)
+        flatfsdp.block_states(optimizer)
+        if early:
+            flatfsdp.optimizer_in_backward(model, optimizer)
+        stepped(model, optimizer, rank, range(3))
+        found.append({**wholes(model, "data"), **states(model, optimizer)})
+    optimizer.mng.index2config[(0, 0)] = {"optim_bits": 32}
+    with pytest.raises(UsageError, match="by their places in its groups"):
+        model(batch(rank, 0)).backward()
+    return unlike(*found)
+
+
+def test_steps_in_the_backward_on_some_groups(pool2: Run) -> None:
+    assert pool2(in_groups) == [[], []]
+
+
+def of_rank_0(rank: int, world: int) -> str:
+    """What it says if states of rank 0 are loaded on all ranks; those of the same rank are."""
+    model = wrapped("wrapper", "AdamOf8Bits", seeded(lambda: nn.Linear(64, 128, bias=False)))
+    optimizer = flatfsdp.block_states(AdamOf8Bits(model.parameters(), lr=0.05))
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    own = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(own)
+    box = [own]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if rank == 0:
+        return ""
+    with pytest.raises(UsageError) as caught:
+        optimizer.load_state_dict(box[0])
+    return str(caught.value)
+
+
+def test_states_of_rank_0_are_refused_on_others(pool2: Run) -> None:
+    assert "holds shard 0 of 2, this optimizer steps on shard 1 of 2" in pool2(of_rank_0)[1]
+
+
+def of_full_precision(rank: int, world: int, kind: str) -> None:
+    model = wrapped("wrapper", kind, seeded(Net))
+    optimizer = flatfsdp.block_states(make(kind, model.parameters()))
+    stepped(model, optimizer, rank, range(1))
+    plain_ones = copy.deepcopy(optimizer.state_dict())
+    for number, parameter in enumerate(model.parameters()):
+        if number in plain_ones["state"]:
+            names = ("state1", "state2") if kind == "AdamOf8Bits" else NAMES
+            plain_ones["state"][number] = {"step": 1, **{name: torch.zeros_like(parameter) for name in names}}
+    with pytest.raises(UsageError, match=r"is not quantized, and this .* would step in full precision"):
+        optimizer.load_state_dict(plain_ones)
+    if kind == "AdamOf8Bits":
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            other = flatfsdp.block_states(AdamOf8Bits(model.parameters(), lr=0.05, min_8bit_size=2**20))
+            mine = FullyShardedDataParallel.optim_state_dict_to_load(model, other, saved)
+        with pytest.raises(UsageError, match="are of another low-bit optimizer"):
+            other.load_state_dict(mine)
+
+
+@pytest.mark.parametrize("kind", ["LowBitAdam", "AdamOf8Bits"])
+def test_states_of_another_precision_are_refused(kind: str, pool2: Run) -> None:
+    pool2(of_full_precision, kind)
+
+
 def stepped(model: Any, optimizer: torch.optim.Optimizer, rank: int, numbers: range) -> None:
     for number in numbers:
         model(batch(0, number)).backward()

@@ -494,25 +494,49 @@ class Scales(nn.Module):
         self.used, self.rare, self.other = (nn.Parameter(torch.ones(5)) for _ in range(3))
 
     def forward(self, x: Tensor, *, rarely: bool) -> Tensor:
-        return self.used * x + (self.rare * x if rarely else self.other * -x)
+        y: Tensor = self.used * x + (self.rare * x if rarely else self.other * -x)
+        return torch.view_as_real(y)[..., 0] if y.is_complex() else -y
 
 
-def signs_of_zeros(rank: int, world: int, owners: list[int], accumulates: bool) -> list[list[bool]]:
-    model = wrapped(Scales(), auto_wrap_policy=None)
+def signs_of_zeros(rank: int, world: int, owners: list[int], accumulates: bool, dtype: Any) -> list[list[bool]]:
+    """Of gradients; if they are complex, of their imaginary parts."""
+    model = wrapped(Scales().to(dtype), auto_wrap_policy=None)
+    x = torch.full((5,), complex(-1, 0) if dtype.is_complex else 0.0, dtype=dtype)
     for index, last in rounds(owners, rank):
         with unsynchronized(model, last or not accumulates), flatfsdp.microbatch(index, of=len(owners)):
-            (-model(torch.zeros(5), rarely=index in (0, 3))).sum().backward()
+            model(x, rarely=index in (0, 3)).sum().backward()
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        return [p.grad.signbit().tolist() for p in model.parameters() if p.grad is not None]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [(grad.imag if grad.is_complex() else grad).signbit().tolist() for grad in grads]
 
 
-def test_what_is_missing_changes_no_bit(run: Run) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_what_is_missing_changes_no_bit(dtype: torch.dtype, run: Run) -> None:
     """Sums of zeros with a sign keep it where some microbatches have no gradient."""
     expected = [[True] * 5, [True] * 5, [False] * 5]
     for accumulates in (True, False):
-        assert run(1, signs_of_zeros, aligned(4, 1), accumulates) == [expected]
+        assert run(1, signs_of_zeros, aligned(4, 1), accumulates, dtype) == [expected]
         for owners in (in_turns(4, 2), aligned(4, 2), unevenly(4, 2)):
-            assert run(2, signs_of_zeros, owners, accumulates) == [expected] * 2
+            assert run(2, signs_of_zeros, owners, accumulates, dtype) == [expected] * 2
+
+
+def of_wide_gradients(rank: int, world: int, owners: list[int]) -> Tensor:
+    """The mean of 1 and a little more than half of what float32 has next to it."""
+    precision = MixedPrecision(reduce_dtype=torch.float32)
+    model = wrapped(Scales().double(), auto_wrap_policy=None, mixed_precision=precision)
+    for index, last in rounds(owners, rank):
+        x = torch.full((5,), -1.0 if index == 0 else -(2.0**-24) * (1 + 2.0**-26), dtype=torch.float64)
+        with unsynchronized(model, last), flatfsdp.microbatch(index, of=2):
+            model(x, rarely=False).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        grad = model.module.used.grad
+        return torch.empty(0) if grad is None else grad.clone()
+
+
+def test_gradients_wider_than_their_sum_are_rounded_before_it(run: Run) -> None:
+    for world in (1, 2):
+        for found in run(world, of_wide_gradients, aligned(2, world)):
+            assert found.tolist() == [0.5] * 5
 
 
 def poisoned(rank: int, world: int, value: float) -> list[bool]:

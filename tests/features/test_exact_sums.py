@@ -70,8 +70,13 @@ def test_zeros_have_no_norm() -> None:
 
 def test_a_model_of_a_trillion_parameters_is_added_up() -> None:
     """The sums of a rank, as often as ranks have such ones: of equal elements they are the largest ones."""
-    sums = sum_of_powers([torch.ones(2**10 + 1), torch.full((1,), 2.0**-20)], 2, scale_for(torch.ones(())))
-    assert float(value_of(sums * 2**30)) == 2.0**40 + 2.0**30 + 2.0**-10
+    values = [torch.ones(2**10 + 1), torch.full((1,), 2.0**-20)]
+    for most in (exact_sums.IN_CACHES, 3):
+        with patch.object(exact_sums, "IN_CACHES", most):
+            sums = sum_of_powers(values, 2, scale_for(torch.ones(())))
+        ranks = 2**20
+        assert float(value_of(sums * ranks)) == 2.0**30 + 2.0**20 + 2.0**-20
+        assert torch.equal(value_of(sums * ranks), value_of(sum_of_powers(values, 2, torch.ones(())) * ranks))
 
 
 def test_neighbors_in_one_memory_are_one_tensor() -> None:

@@ -328,6 +328,67 @@ def name_of(model: nn.Module, ending: str) -> str:
     return next(name for name, _ in model.named_parameters() if name.endswith(ending))
 
 
+def alone_in_state_dict(rank: int, world: int) -> str:
+    """What it says if rank 0 alone asks for its states, and the others train."""
+    model = FullyShardedDataParallel(seeded(Net), use_orig_params=True)
+    optimizer = adafactor(model.parameters())
+    flatfsdp.matrix_steps(optimizer)
+    x = torch.randn(3, 12)
+    model(x).backward()
+    optimizer.step()
+    with pytest.raises(AgreementError) as caught:
+        optimizer.state_dict() if rank == 0 else model(x).backward()
+    return str(caught.value)
+
+
+def test_a_state_dict_of_one_rank_alone_is_an_error_on_all(run: Run) -> None:
+    for text in run(2, alone_in_state_dict):
+        assert re.search(r"rank 0.*called optimizer\.state_dict\(\) of Adafactor, whose matrices have owners", text), (
+            text
+        )
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that holds another one, as accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def around(rank: int, world: int) -> list[str]:
+    """The states that are saved from one that holds it, and loaded into one, that differ."""
+    model = FullyShardedDataParallel(seeded(Net), use_orig_params=True)
+    optimizer, other = adafactor(model.parameters()), adafactor(model.parameters())
+    flatfsdp.matrix_steps(optimizer)
+    flatfsdp.matrix_steps(other)
+    model(torch.randn(3, 12)).backward()
+    optimizer.step()
+    saved = FullyShardedDataParallel.optim_state_dict(model, Around(optimizer))
+    mine = FullyShardedDataParallel.optim_state_dict_to_load(model, Around(other), saved)
+    other.load_state_dict(mine)
+    again = FullyShardedDataParallel.optim_state_dict(model, other)
+    return [
+        f"{parameter}.{name}"
+        for parameter, state in saved["state"].items()
+        for name, value in state.items()
+        if not torch.equal(torch.as_tensor(value), torch.as_tensor(again["state"][parameter][name]))
+    ]
+
+
+def test_one_that_holds_the_optimizer_saves_and_loads_its_states(run: Run) -> None:
+    assert run(2, around) == [[], []]
+
+
 @pytest.mark.parametrize("sees", WAYS)
 @pytest.mark.parametrize("bucket_bytes", [800, 2**20])
 def test_collectives_and_bytes_are_those_of_the_formulas(bucket_bytes: int, sees: str | None, pool3: Run) -> None:

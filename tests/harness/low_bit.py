@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class Optimizer2State(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 1e-3, *, min_8bit_size: int = 4096) -> None:
         super().__init__(params, {"lr": lr})
         self.name2qmap: dict[str, Tensor] = {}
+        self.mng = SimpleNamespace(index2config={})
         self.least = min_8bit_size
 
     def fill_qmap(self) -> None:

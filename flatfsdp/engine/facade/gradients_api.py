@@ -35,7 +35,8 @@ class GradientControls:
 
         Args:
             max_norm: the upper limit.
-            norm_type: the p of the p-norm, 0 or larger; `inf` for the largest absolute value.
+            norm_type: the p of the p-norm, 0 or larger; `inf` for the largest absolute value. With
+                `deterministic_sums=True` 1, 2 or `inf`.
             error_if_nonfinite: whether a norm that is infinite or not a number is an error, which names the first
                 gradient with such values, and its rank; gradients then stay unchanged.
 

@@ -177,6 +177,8 @@ class BlockSums:
         merges = sorted(self._merged(blocks, own).items(), key=lambda each: each[1] is own)  # that one is the last
         reduced = {block: held or self._zeros(given) for block, held in merges}
         if not in_place:
+            while self.reduced:  # of a reduction that failed
+                self.reduced.popitem()[1].free()
             self.reduced = reduced
             return
         for held in reduced.values():

@@ -24,13 +24,14 @@ from ..base import _dtensor
 from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
-from ..guards.optimizer_hooks import OfOptimizer, check_shapes, give_wholes, steps_on_wholes
+from ..guards.optimizer_hooks import OfOptimizer, check_shapes, give_wholes, is_at_work, steps_on_wholes
 from ..layout.layout import ParamSpec, Span
 from ..models import param_registry as registry
 from ..models.rest import quiesce
 from ..planning.grains import LEAST_QUANTIZED
 from ..planning.owners import parts_of
 from ..state.optim.descriptions import KeptWhole
+from ..state.optim.stamp import comparing
 from ..state.owned_interval import OwnedInterval
 from ..transports.blocking import all_reduce_now
 from .matrix_exchange import Slot
@@ -98,6 +99,15 @@ class BlockStates(OfOptimizer):
             self._slots |= slots
             self._slots.setdefault(id(parameter), None)
         return self._slots[id(parameter)]
+
+    def _group_of(self, slot: Slot) -> tuple[int, int, dict[str, Any]]:
+        """The number of the param group that has the parameter now, that of the parameter there, and the group. In a
+        backward an optimizer may have some of its groups only."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            for position, each in enumerate(group["params"]):
+                if each is slot.parameter:
+                    return number, position, group
+        raise AssertionError(f"{slot.name} is in no group")
 
     def is_quantized(self, slot: Slot) -> bool:
         """Whether one process would quantize states of the parameter."""
@@ -223,7 +233,8 @@ class BlockStates(OfOptimizer):
                 found[key] = value
             elif name not in found:
                 scales = state[name + SCALES].as_subclass(torch.Tensor)
-                if name + self._codes not in state or name not in self.names or scales.numel() != count:
+                fits = name + self._codes in state and name in self.names and scales.numel() == count
+                if not (fits and self.is_quantized(slot)):
                     kinds = sorted(each for each in state if CODES in each)
                     raise UsageError(
                         f"block_states: the optimizer states {', '.join(kinds)} of {slot.name} with {scales.numel():,} "
@@ -256,7 +267,20 @@ class BlockStates(OfOptimizer):
             if states.get(key) and (slot := self.slot_of(parameter)) is not None:
                 states[key] = dict(states[key])
                 self._join(slot, states[key])
+                self._check_quantized(slot, states[key])
         return {**state_dict, "state": states}
+
+    def _check_quantized(self, slot: Slot, state: State) -> None:
+        """
+        Raises:
+            UsageError: a state of this rank's elements is not quantized, as this optimizer would have it.
+        """
+        for name in self.names if self.is_quantized(slot) and slot.own().numel() else ():
+            if name in state and not hasattr(self._local(slot, state, name), "codes"):
+                raise UsageError(
+                    f"block_states: {name} of {slot.name} is not quantized, and this {type(self.optimizer).__name__} "
+                    "would step in full precision. Load states that an optimizer of this class has saved"
+                )
 
     @torch.no_grad()
     def held(self, parameter: torch.Tensor) -> tuple[list[OwnedInterval], State] | None:
@@ -295,7 +319,7 @@ class BlockStates(OfOptimizer):
             return None
         like = slot.handle.at_rest.views[slot.index]
         found: State = {"step": self.begin}
-        amsgrad = self.optimizer.param_groups[slot.group].get("amsgrad", False)
+        amsgrad = self._group_of(slot)[2].get("amsgrad", False)
         for name in self.names[: 3 if amsgrad else 2]:
             if self.is_quantized(slot):
                 found[name + self._codes] = torch.zeros_like(like, dtype=torch.uint8)
@@ -328,9 +352,7 @@ class _OfBitsandbytes(BlockStates):
 
     def is_quantized(self, slot: Slot) -> bool:
         """Whether one process would quantize states of the parameter."""
-        group = self.optimizer.param_groups[slot.group]
-        number = next(i for i, each in enumerate(group["params"]) if each is slot.parameter)
-        config = self.optimizer.get_config(slot.group, number, group)
+        config = self.optimizer.get_config(*self._group_of(slot))
         return bool(config["optim_bits"] == 8 and slot.spec.numel >= config["min_8bit_size"])
 
     def _check(self, slot: Slot) -> None:
@@ -339,7 +361,21 @@ class _OfBitsandbytes(BlockStates):
                 f"block_states: {slot.name} is a DTensor, which bitsandbytes' kernels do not take. Use "
                 "FullyShardedDataParallel in place of fully_shard"
             )
+        if (most := self.optimizer.get_config(*self._group_of(slot)).get("max_unorm", 0.0)) > 0.0:
+            raise UsageError(
+                f"block_states: max_unorm={most} of {slot.name} needs the norm of the whole parameter, of which this "
+                "rank has a part. Use 0.0"
+            )
         super()._check(slot)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if is_at_work(optimizer) and self.optimizer.mng.index2config:
+            raise UsageError(
+                f"block_states: {type(optimizer).__name__} has settings for parameters by their places in its groups "
+                "(GlobalOptimManager), which are others while optimizer_in_backward steps on some of them. Give these "
+                "parameters groups of their own with such settings, or step after the backward"
+            )
+        super()._before_step(optimizer, args, kwargs)
 
     def _begin(self, group: Any, parameter: torch.Tensor, *numbers: int) -> None:
         """In place of the method of the class."""
@@ -370,8 +406,10 @@ class _OfBitsandbytes(BlockStates):
         return torch.optim.Optimizer.state_dict(self.optimizer)
 
     def _load(self, state_dict: State, **settings: Any) -> None:
-        optimizer = self.optimizer
-        type(optimizer).load_state_dict(optimizer, self._before_loading(optimizer, state_dict), **settings)
+        def load(optimizer: Any, state_dict: State) -> None:
+            type(optimizer).load_state_dict(optimizer, self._before_loading(optimizer, state_dict), **settings)
+
+        comparing(load)(self.optimizer, state_dict)
 
     def _name_of(self, key: str) -> str:
         return f"state{key[-1]}" if key[:-1] in ("absmax", "qmap") else key

@@ -105,12 +105,14 @@ def to_shards(exchange: MatrixExchange, states: States) -> None:
         parts = {i: pieces[entries[i].slot][name] for i in indices}
         _move(exchange, parts, flats, dtype, to_owners=False)
     for slot, state in pieces.items():
-        states.pop(slot.parameter, None)
+        had = states.pop(slot.parameter, None) is not None
         if slot.index in slot.handle.face.present:
             shaped = {name for name, _ in shaped_states(each for i, each in found.items() if entries[i].slot is slot)}
             states[slot.parameter] = {
                 name: like_holder(slot, value) if name in shaped else value_of(value) for name, value in state.items()
             }
+        elif had:  # torch's `get_optimizer_state_dict` makes a step where an optimizer has no state
+            states[slot.parameter] = {}
 
 
 def to_owners(exchange: MatrixExchange, optimizer: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from ..flat.faces import adoptions
 from ..guards.optimizer_hooks import OfOptimizer, give_wholes, looking, steps_on_wholes
 from ..layout.layout import ParamSpec, Span
 from ..models import param_registry as registry
-from ..models.rest import models_of, quiesce
+from ..models.rest import collective_call, models_of, quiesce
 from ..planning.owners import Matrix, OwnerPlan, parts_of
 from ..runtime.unit import Unit
 from ..state.optim.optimizer_clone import Changes, Settings, clone_over, set_changes
@@ -169,7 +169,10 @@ class _Stepper(OfOptimizer):
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         """A hook: a state dict has this rank's parts."""
-        self.to_shards()
+        if self._has_wholes and not self.work.in_parts:
+            call = f"optimizer.state_dict() of {type(optimizer).__name__}, whose matrices have owners"
+            with collective_call(self._found().units, call):
+                self.to_shards()
 
     def held(self, parameter: torch.Tensor) -> tuple[list[OwnedInterval], State] | None:
         """The states of whole matrices of `parameter` that this rank has as their owner, and other values of these;

@@ -103,7 +103,10 @@ _SEE_WHOLES: dict[str, tuple[str, str]] = {
     "torch.optim.Adafactor": _MATRICES,
     "transformers.optimization.Adafactor": _MATRICES,
     **{f"torchao.optim.adam.Adam{kind}": _BLOCKS for kind in ("8bit", "4bit", "Fp8", "W8bit", "W4bit", "WFp8")},
-    **{f"bitsandbytes.optim.{kind.lower()}.{kind}8bit": _BLOCKS for kind in ("Adam", "AdamW", "Lion")},
+    **{
+        f"bitsandbytes.optim.{kind.lower()}.{kind}8bit": _BLOCKS
+        for kind in ("Adam", "AdamW", "Lion", "SGD", "RMSprop", "Adagrad")
+    },
 }
 _at_work: Override[torch.optim.Optimizer | None] = Override(None)
 engine_steps = _at_work.being  # inside, the engine steps an optimizer, in a backward
@@ -171,9 +174,10 @@ def is_at_work(optimizer: torch.optim.Optimizer) -> bool:
 
 def wholes_of(optimizer: torch.optim.Optimizer) -> StatesOfWholes | None:
     """The states of `optimizer`, if it steps on whole matrices; or if it contains one that does, as its attribute
-    `matrix_steps`."""
+    `matrix_steps`, or `optimizer` (as accelerate's)."""
     if optimizer not in steps_on_wholes:
-        optimizer = getattr(vars(optimizer).get("matrix_steps"), "optimizer", optimizer)
+        inner = vars(optimizer)
+        optimizer = getattr(inner.get("matrix_steps"), "optimizer", inner.get("optimizer", optimizer))
     ref = steps_on_wholes.get(optimizer)
     return None if ref is None else ref()
 

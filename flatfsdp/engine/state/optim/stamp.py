@@ -32,7 +32,7 @@ def stamp_state_dicts() -> None:
         _installed = True
         cls: Any = torch.optim.Optimizer
         cls.state_dict = _stamping(cls.state_dict)
-        cls.load_state_dict = _comparing(cls.load_state_dict)
+        cls.load_state_dict = comparing(cls.load_state_dict)
 
 
 def _stamping(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -45,7 +45,9 @@ def _stamping(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     return state_dict
 
 
-def _comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
+def comparing(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    """A method `load_state_dict` of an optimizer's class that refuses the shards of another rank first."""
+
     @functools.wraps(torchs_own)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         given = state_dict.get(KEY) if isinstance(state_dict, dict) else None
