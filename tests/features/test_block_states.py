@@ -412,7 +412,8 @@ def of_another_rank(rank: int, world: int) -> str:
     mine = optimizer.state_dict()
     for number, numel in enumerate(saved[1 - rank]):
         if number in mine["state"]:
-            mine["state"][number] = {"step": torch.tensor(1.0), **dict.fromkeys(NAMES, torch.zeros(numel))}
+            zeros = LowBitAdam._subclass_zeros(torch.zeros(numel), True, 256)
+            mine["state"][number] = {"step": torch.tensor(1.0), **dict.fromkeys(NAMES, zeros)}
     optimizer.load_state_dict(mine)
     model(batch(0, 0)).backward()
     with pytest.raises(UsageError) as caught:
