@@ -56,7 +56,7 @@ _KINDS = {
     "all_reduce": "all-reduce, gradients",
     "all_to_all": "all-to-all, matrices",
     "to_replicas": "to replicas, matrices",
-    "scalar": "norms",
+    "scalar": "norms and agreements",
 }
 _ON_HOST = frozenset({"shard", "reduced", "host copy"})  # with offload
 

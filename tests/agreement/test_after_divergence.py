@@ -18,6 +18,7 @@ from flatfsdp import FullyShardedDataParallel
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from tests.agreement.test_agreement import Net, message_of, mixed_gathers, same, step, wrap
 from tests.conftest import Run
+from tests.harness import inspect
 
 pytestmark = pytest.mark.distributed
 
@@ -94,3 +95,23 @@ def go_on_elsewhere(rank: int, world: int, gathers_more: bool) -> None:
 @pytest.mark.parametrize("gathers_more", [False, True])
 def test_they_go_on_where_their_collectives_match(pool2: Run, gathers_more: bool) -> None:
     pool2(go_on_elsewhere, gathers_more)
+
+
+def diverge_later(rank: int, world: int) -> None:
+    expected = values_of(wrap(new_net()))
+    model = wrap(Net(), join_units_below=0)
+    for _ in range(2):
+        step(model)
+    with mixed_gathers(here=rank == 1):
+        if rank == 0:  # what it did was expected: it waits for no other, and finds out in its next step
+            step(model)
+            while inspect.verdict_of(model)() is None:
+                time.sleep(0.05)
+        assert "gathered in its backward the units" in message_of(lambda: step(model))
+    for _ in range(2):
+        assert all(map(torch.equal, values_of(wrap(new_net())), expected))
+
+
+def test_what_a_rank_issued_that_went_on_meets_nothing_else(pool2: Run) -> None:
+    """The bitmap of gradients at the end of its backward met the next model's first comparison."""
+    pool2(diverge_later)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import operator
 import threading
 import time
 import warnings
@@ -437,11 +438,13 @@ def costs(rank: int, world: int) -> list[int]:
 
 def test_orders_are_agreed_once(pool2: Run) -> None:
     """One exchange for the models and values, one for each of four units, the end of the forward, the backward and its
-    operations; none later if all ranks do the same, except after something that has not happened before."""
+    operations; none later if all ranks do the same, except after something that has not happened before. And at the end
+    of each backward the bitmap."""
     first = 1 + 4 + 3
     second = first + 1  # after a backward in another order
     third = second + 2  # the unit after the second visit of a block, and after the backward
-    assert pool2(costs) == [[*[first] * 2, *[second] * 4, third]] * 2
+    exchanges, bitmaps = [*[first] * 2, *[second] * 4, third], [1, 2, 3, 4, 4, 5, 6]
+    assert pool2(costs) == [[*map(operator.add, exchanges, bitmaps)]] * 2
 
 
 def accumulate(rank: int, world: int) -> list[int]:
@@ -509,7 +512,8 @@ def without_shards(rank: int, world: int) -> int:
 
 
 def test_unsharded_forwards_are_a_rank_s_own_business(pool2: Run) -> None:
-    assert pool2(without_shards) == [4, 4]  # the models, the first backward and its operations, the replicas
+    # The models, the first backward and its operations, the replicas; two bitmaps.
+    assert pool2(without_shards) == [4 + 2, 4 + 2]
 
 
 class Cut(nn.Module):
@@ -603,26 +607,26 @@ ALL = different(6, "blocks.0.linear.weight, blocks.0.linear.bias, blocks.1.linea
 @pytest.mark.parametrize(
     ("case", "expected", "exchanges"),
     [
-        ("warn", [ALL], 9),
+        ("warn", [ALL], 2 + 9),
         ("raise", [f"raised: {ALL}"], 2),
-        ("off", [], 8),
-        ("sync_module_states", [], 8),
-        ("loaded", [], 9),
-        ("replaced", [], 9),
-        ("summoned", [], 11),  # the summons, then the values apart: the models were compared before
+        ("off", [], 2 + 8),
+        ("sync_module_states", [], 2 + 8),
+        ("loaded", [], 2 + 9),
+        ("replaced", [], 2 + 9),
+        ("summoned", [], 2 + 11),  # the summons, then the values apart: the models were compared before
         (
             "one loaded",
             [different(5, "blocks.0.linear.bias, blocks.1.linear.weight, blocks.1.linear.bias and 2 more")],
-            9,
+            2 + 9,
         ),
-        ("one parameter", [different(1, "blocks.2.linear.bias")], 9),
-        ("evaluates first", [ALL], 10),
+        ("one parameter", [different(1, "blocks.2.linear.bias")], 2 + 9),
+        ("evaluates first", [ALL], 2 + 10),
     ],
 )
 def test_values_to_begin_with(pool2: Run, case: str, expected: list[str], exchanges: int) -> None:
     for rank, (messages, count) in enumerate(pool2(begin, case)):
         assert messages == (expected if rank == 0 or case == "raise" else [])  # warnings are once per job
-        assert count == exchanges
+        assert count == exchanges  # with a bitmap in each of two steps
 
 
 # -- the watch -------------------------------------------------------------------------------------------------------

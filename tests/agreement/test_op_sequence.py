@@ -85,7 +85,8 @@ def test_a_rank_that_ends_a_backward_has_not_gone_on_after_one_that_left_the_loo
     for each in ranks:
         each.counted.issued += 2
         if reduces:
-            each.end_backward(Op(3, "issued"), 0)
+            each.next(Op(3, "issued"), completes=True, ends=True, then=1)
+            each.counted.issued += 1
         else:
             each.meetings.meet = lambda *args: None  # type: ignore[method-assign]
             each.show(Op(3, "gathered"), issued=each.issued)
@@ -118,16 +119,6 @@ def test_models_over_two_groups_meet_in_each_of_them() -> None:
         turns[2].meetings.announce(0, Op(1, "began a forward"))
         with pytest.raises(AgreementError, match="rank 0 began a forward; rank 1 has not reached this point"):
             turns[0].take(Op(1, "began a forward"))
-
-
-def test_nobody_is_asked_with_fake_process_groups() -> None:
-    """Each backward without a gradient was remembered, for answers that nobody asks for."""
-    peers = RankExchange()
-    peers.exchange = lambda code, *more: None  # type: ignore[method-assign]
-    sequence = Rank(peers)
-    with patch.object(sequence.unused, "reserve") as reserve:
-        assert [sequence.end_backward(Op(1, "ended"), 0b11) for _ in RANKS] == [0b11, 0b11]
-    assert not reserve.called
 
 
 def test_a_call_that_begins_after_the_watch_was_abandoned_fails_at_once() -> None:

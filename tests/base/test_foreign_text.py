@@ -111,7 +111,7 @@ def test_garbage_in_the_store_never_ends_the_watch(seed: int, monkeypatch: pytes
         looking.look()
     # It still receives true reports.
     monkeypatch.setattr("flatfsdp.engine.watchdog.watchdog.end_process_unless", lambda come_back: None)
-    looking.add(model, lambda alarm: True, lambda: None)
+    looking.add(model, lambda alarm: True)
     before = looking._lost
     ExitRecord(1, "ended with FileNotFoundError: no such file").publish(notes, alarm=True)
     for _ in range(2000):

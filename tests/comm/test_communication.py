@@ -85,7 +85,8 @@ NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allr
 
 
 class Collectives(TorchDispatchMode):
-    """Every operation on a process group inside the context: how many, and the bytes of the larger side."""
+    """Every operation on a process group inside the context: how many, and the bytes of the larger side. The bitmap of
+    gradients at the end of a backward ([Note: unused]) is left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,6 +98,8 @@ class Collectives(TorchDispatchMode):
             name = func._schema.name.removeprefix("c10d::")
             kind = NAMES.get(name, name)
             tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+            if kind == "all_reduce" and all(tensor.dtype == torch.uint8 for tensor in tensors):
+                return func(*args, **(kwargs or {}))
             self.counts[kind] += 1
             self.bytes[kind] += max((x.numel() * x.element_size() for x in tensors), default=0)
         return func(*args, **(kwargs or {}))

@@ -206,6 +206,7 @@ def test_a_backward_in_order_of_issue() -> None:
             device.log.clear()
             loss.backward()
     assert device.log == [
+        "compute waits for the backend",  # the bitmap of the last backward
         # The root is whole; the inner unit is gathered ahead, before the root's gradients. Its memory of the forward is
         # still there: it is filled again, after its last use.
         "unshard waits for compute",

@@ -318,13 +318,19 @@ def counts(rank: int, world: int, setting: Setting, of: str) -> list[dict[str, i
 
 UNITS = 4  # three blocks and the root
 # The root stays unsharded from its forward to its backward; SHARD_GRAD_OP stays so after a backward without sync, too.
+# A backward that reduces ends with the bitmap of gradients.
 EXPECTED: dict[str, Callable[[str, str], dict[str, int]]] = {
-    "FULL_SHARD": lambda before, kind: {"all_gather": 2 * UNITS - 1, "reduce_scatter": UNITS * (kind == "s")},
+    "FULL_SHARD": lambda before, kind: {
+        "all_gather": 2 * UNITS - 1,
+        "reduce_scatter": UNITS * (kind == "s"),
+        "scalar": int(kind == "s"),
+    },
     "SHARD_GRAD_OP": lambda before, kind: {
         "all_gather": UNITS * (before == "s"),
         "reduce_scatter": UNITS * (kind == "s"),
+        "scalar": int(kind == "s"),
     },
-    "NO_SHARD": lambda before, kind: {"all_reduce": UNITS * (kind == "s")},
+    "NO_SHARD": lambda before, kind: {"all_reduce": UNITS * (kind == "s"), "scalar": int(kind == "s")},
 }
 
 

@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import FullyShardedDataParallel
-from flatfsdp.engine.watchdog.store import StoreClient
 from tests.conftest import Run
 
 pytestmark = pytest.mark.distributed
@@ -246,47 +244,28 @@ def nones_of_flats(rank: int, world: int) -> list[bool]:
     return [parameter.grad is None for parameter in model.parameters()]
 
 
-def traffic(rank: int, world: int, plan: Plan) -> list[tuple[int, int]]:
-    """For each backward, the number of exchanges on the device, and of this rank's writes to the store."""
+def exchanges(rank: int, world: int, plan: Plan) -> list[int]:
+    """By backward."""
     net = Net()
     for head in net.left, net.right:
         head.spare.requires_grad_(False)
     model = FullyShardedDataParallel(net, auto_wrap_policy={Part}, use_orig_params=True)
-    figures, seen, posts, append = flatfsdp.stats(model), [], [0], StoreClient.append
-
-    def counted(stores: StoreClient, key: str, text: str) -> None:
-        posts[0] += 1
-        append(stores, key, text)
-
-    with patch.object(StoreClient, "append", counted):
-        for step, (takes,) in enumerate(plan):
-            figures.reset()
-            posts[0] = 0
-            backward(model, data(rank, step, 0), takes[rank])
-            seen.append((figures.comm.get("scalar", (0, 0))[0], posts[0]))
+    figures, seen = flatfsdp.stats(model), []
+    for step, (takes,) in enumerate(plan):
+        figures.reset()
+        backward(model, data(rank, step, 0), takes[rank])
+        seen.append(figures.comm["scalar"][0])
     return seen
 
 
-NOTHING, BITMAP = (0, 0), (1, 0)
-
-
-def test_only_what_ranks_have_lacked_once_is_compared(pool2: Run) -> None:
-    """Each further backward takes one small collective, and none of a model that was never without a gradient."""
-    for seen in pool2(traffic, same(*["lrs"] * 4)):
-        assert seen[1:] == [NOTHING] * 3
-    for steps in same(*["l"] * 4), [[("l", "rs")]] * 4, [[("lrs", "l")]] * 4:
-        for seen in pool2(traffic, steps):
-            assert seen[1:] == [BITMAP] * 3
-    for seen in pool2(traffic, same(*["l", "r"] * 5)):
-        assert seen[5:] == [BITMAP] * 5
-
-
-def test_a_rank_asks_once_where_the_others_know_nothing(pool2: Run) -> None:
-    """Rank 0 lacks nothing, and does not wait: the watchdog answers for it."""
-    rest = [[("lrs", "l")]] * 4
-    for seen in pool2(traffic, [*same(*["lrs"] * 2), *rest]):
-        assert sum(posts for _, posts in seen) == 1
-        assert [exchanges for exchanges, _ in seen[1:]] == [0, 0, 1, 1, 1]
+def test_each_backward_ends_with_one_bitmap(pool2: Run) -> None:
+    """From the first one on, whatever ranks lack or have lacked."""
+    later = [*same("lrs", "lrs"), [("lrs", "l")], [("lrs", "l")]]
+    for steps in same(*["lrs"] * 4), same(*["l"] * 4), [[("lrs", "l")]] * 4, later:
+        for seen in pool2(exchanges, steps):
+            assert seen[1:] == [1] * 3
+    for seen in pool2(exchanges, same(*["l", "r"] * 5)):
+        assert seen[5:] == [1] * 5
 
 
 def test_replicas_exchange_one_bitmap_per_axis(pool4: Run) -> None:
@@ -306,12 +285,12 @@ def bytes_of_bitmaps(rank: int, world: int) -> list[tuple[int, int]]:
     return seen[2:]
 
 
-def test_a_model_that_is_gone_answers(pool2: Run) -> None:
-    # Rank 0 lacks no gradient, so it does not wait, and drops its model before its watchdog reads of the other one.
-    assert pool2(gone_before_it_is_asked) == [[], ["0.weight", "1.weight"]]
+def test_a_model_that_is_gone_has_taken_part(pool2: Run) -> None:
+    # Rank 0 lacks no gradient, so it does not wait, and drops its model before the other one comes to the bitmap.
+    assert pool2(gone_before_the_bitmap) == [[], ["0.weight", "1.weight"]]
 
 
-def gone_before_it_is_asked(rank: int, world: int) -> list[str]:
+def gone_before_the_bitmap(rank: int, world: int) -> list[str]:
     net = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
     model = FullyShardedDataParallel(net, auto_wrap_policy={nn.Linear}, use_orig_params=True)
     for uses in 2, (2, 1)[rank]:

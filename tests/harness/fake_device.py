@@ -34,8 +34,6 @@ from flatfsdp.engine.device import streams as seam
 from flatfsdp.engine.device.memory import FlatBuffer
 from flatfsdp.engine.transports import staged
 
-_all_to_all_single = dist.all_to_all_single
-
 
 @dataclass(frozen=True)
 class Access:
@@ -126,6 +124,9 @@ class AsyncWork:
             self.really.wait()
         self.event.device.current_stream().wait_event(self.event)
 
+    def is_completed(self) -> bool:
+        return self.really is None or bool(self.really.is_completed())
+
 
 @dataclass
 class Memory:
@@ -214,7 +215,8 @@ class FakeDevice(TorchDispatchMode):
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resized()))
         for issuing in (process_group_transport, staged):
             self._stack.enter_context(patch.object(issuing, "PendingWork", self._pending_work))
-        self._stack.enter_context(patch.object(dist, "all_to_all_single", self._all_to_all))
+        for name in ("all_to_all_single", "all_reduce"):
+            self._stack.enter_context(patch.object(dist, name, self._collective(getattr(dist, name))))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -269,9 +271,14 @@ class FakeDevice(TorchDispatchMode):
     def _pending(self, work: Any) -> seam.PendingWork:
         return seam.PendingWork(work=None if work is None else AsyncWork(Event(self, self._backend), work))
 
-    def _all_to_all(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        work = _all_to_all_single(*args, async_op=async_op, **kwargs)
-        return AsyncWork(Event(self, self._backend), work) if async_op else work
+    def _collective(self, issue: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of torch.distributed whose work, if it returns one, orders streams when it is waited for."""
+
+        def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            work = issue(*args, async_op=async_op, **kwargs)
+            return AsyncWork(Event(self, self._backend), work) if async_op else work
+
+        return collective
 
     def _owned_by_current(self, tensor: Tensor) -> Memory:
         reference = weakref.ref(tensor.untyped_storage(), self._died)

@@ -1,15 +1,15 @@
 """The agreement of simulated ranks: the engine's own, on doubles of what it shares with other ranks.
 
 What others answer is taken for granted where they can only say the same, and shows when what all did is played
-(`simulated_waits`). What is not is which parameters others lack: whether any lacks some is known before the ranks end
-their backwards, and the bits are compared afterwards.
+(`simulated_waits`). What is not is which parameters others lack: the bits of all ranks are compared when they have
+ended their backwards.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from flatfsdp.engine.agreement.agreement import Agreement
 from flatfsdp.engine.agreement.op_sequence import Meetings, OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
-from flatfsdp.engine.agreement.unused_params import UnusedParams, answer
+from flatfsdp.engine.agreement.unused_params import UnusedParams
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.base.peers import UnitEntry
 from flatfsdp.engine.comm.comm_stats import CommStats
@@ -59,28 +59,6 @@ class Trace:
         return number
 
 
-class Store:
-    """What ranks leave for each other."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def append(self, key: str, text: str) -> None:
-        self.texts[key] = self.texts.get(key, "") + text
-
-    def read(self, key: str) -> str | None:
-        return self.texts.get(key)
-
-    def raise_alarm(self, alarm: str) -> None:
-        """All ranks are asked in any case (`JobNotes.let_all_answer`)."""
-
-    def wait(self, complete: Any, seconds: float) -> bool:
-        return bool(complete())
-
-    def count(self, key: str, step: int = 1) -> int:
-        return 0
-
-
 class _Meetings(Meetings):
     """Those of a rank that finds that all others do the same."""
 
@@ -98,12 +76,9 @@ class _Meetings(Meetings):
 
 
 class _Sequence(OpSequence):
-    unused: _Unused
-
     def __init__(self, peers: RankExchange, trace: Trace) -> None:
         super().__init__(peers)
         self.meetings = _Meetings(peers, trace)
-        self.unused = _Unused(peers, trace)
         self._trace = trace
 
     def start(self, part: str) -> None:
@@ -118,57 +93,38 @@ class _Sequence(OpSequence):
         super().show(op, **how)
         self._did(op)
 
-    def end_backward(self, op: Op, lacking: int) -> int:
-        self.unused.end = functools.cache(lambda: self._did(op))
-        absent = super().end_backward(op, lacking)
-        self.unused.end()
-        return absent
-
     def _did(self, op: Op) -> None:
-        self.unused.did(self.position - 1, op.code)
         self._trace.append("did", (self.position - 1, op.code))
 
 
 class _Unused(UnusedParams):
-    """What others lack is not waited for here, but where what all did is played.
+    """What others lack is not waited for here, but where what all did is played: by the host, also where a device's
+    would not wait.
 
     Attributes:
-        bits: what this rank lacked in backwards with a bitmap, by their last places.
-        end: the backward has come to its end.
+        bits: what this rank lacked, by the place at which its backward ended.
     """
 
-    def __init__(self, peers: RankExchange, trace: Trace) -> None:
+    def __init__(self, peers: RankExchange, sequence: OpSequence, trace: Trace) -> None:
         super().__init__(peers)
         self.bits: dict[int, int] = {}
-        self.end: Callable[[], None] = lambda: None
-        self._trace = trace
-        self._did: tuple[int, int] = 0, 0
+        self._sequence, self._trace = sequence, trace
+        self._open: int | None = None  # the number of the last bitmap, if this rank did not wait for it
 
-    def did(self, at: int, code: int) -> None:
-        """The last op, at this place."""
-        self._did = at, code
+    def begin(self) -> None:
+        self._await()
 
     def lacked_by_all(self, lacking: int) -> int:
-        self.end()
-        self.bits[self._did[0]] = lacking
-        number = self._trace.issue(BITMAPS, self._did[0])
+        self.bits[self._sequence.position] = lacking
+        self._open = self._trace.issue(BITMAPS, self._sequence.position)
         if lacking:
-            self._trace.append("await", (BITMAPS, number))
+            self._await()
         return 0
 
-    def found(self, bits: Sequence[dict[int, int]]) -> int:
-        """What all ranks lacked in the last backward. `bits`: those of all ranks."""
-        at = self._did[0]
-        if at in self.bits:
-            return functools.reduce(operator.and_, (each.get(at, 0) for each in bits))
-        return functools.reduce(operator.and_, (lacks for lacks, _ in self._answers(at).values()))
-
-    def ask(self, at: int, lacking: int) -> int:
-        self.end()
-        self._trace.append("meet", (*self._did, None))  # others are past this place, or ask themselves
-        answer(self._peers.store, SCOPE, at, self._peers.rank, lacking, self._looks_from)
-        self.asked.append(at)
-        return 0
+    def _await(self) -> None:
+        if self._open is not None:
+            self._trace.append("await", (BITMAPS, self._open))
+            self._open = None
 
 
 class SimulatedAgreement(Agreement):
@@ -177,18 +133,17 @@ class SimulatedAgreement(Agreement):
     sequence: _Sequence
     unused: _Unused
 
-    def __init__(self, rank: int, job: JobNotes, units: Sequence[str], parameters: int) -> None:
+    def __init__(self, rank: int, world: int, units: Sequence[str], parameters: int) -> None:
         super().__init__(check_values="off")
         self.trace, peers = Trace(), self.peers
-        self._job = job
-        peers.rank, peers.ranks, peers.scope = rank, tuple(range(job.world)), SCOPE
+        peers.rank, peers.ranks, peers.scope = rank, tuple(range(world)), SCOPE
         watch: Any = SimpleNamespace(
-            store=job.store, add=lambda *_: None, follow=lambda *_: None, waiting=lambda *_, **__: nullcontext()
+            store=None, add=lambda *_: None, follow=lambda *_: None, waiting=lambda *_, **__: nullcontext()
         )
         peers.watch = watch
         peers.exchange = self._exchange  # type: ignore[method-assign]
         self.sequence = _Sequence(peers, self.trace)
-        self.unused = self.sequence.unused
+        self.unused = _Unused(peers, self.sequence, self.trace)
         self.rest, self.refuse, self.explain = self.sequence.rest, self.sequence.refuse, self.sequence.explain
         axes: Any = [SimpleNamespace(group=SimpleNamespace(ranks=peers.ranks, rank=rank))]
         entries = [UnitEntry(unit, range(i * parameters, (i + 1) * parameters)) for i, unit in enumerate(units)]
@@ -202,31 +157,12 @@ class SimulatedAgreement(Agreement):
 
     def _exchange(self, code: int, *more: int) -> dict[int, list[int]]:
         self.trace.exchange(code)
-        return {rank: [code, int(self._job.lacking[rank] > 0)] for rank in self.peers.ranks}
+        return {rank: [code, 0] for rank in self.peers.ranks}
 
-    def lacked_by_all(self, lacking: int) -> int:
-        """What no rank brought gradients to in the backward that has ended, of what this one was `lacking`.
-
-        Raises:
-            AgreementError: some ranks have no such backward.
-        """
-        return self.unused.found([rank.unused.bits for rank in self._job.ranks]) if lacking else 0
-
-
-class JobNotes:
-    """What ranks of one job learn from each other about gradients that they lack.
-
-    Attributes:
-        lacking: the bits of each rank in the step that ends.
-    """
-
-    def __init__(self, world: int) -> None:
-        self.world, self.store = world, Store()
-        self.ranks: list[SimulatedAgreement] = []
-        self.lacking = [0] * world
-
-    def let_all_answer(self) -> None:
-        """The watchdogs of all ranks consider what others ask."""
-        for key in [*self.store.texts]:
-            for rank in self.ranks:
-                rank.unused.consider(SCOPE, int(key.rpartition("/")[2]), rank.sequence.position)
+    def lacked_by_all(self, lacking: int, job: Sequence[SimulatedAgreement]) -> int:
+        """What no rank of the `job` brought gradients to in the backward that has ended, of what this one was
+        `lacking`: what the bitmaps at its place say."""
+        if not lacking:
+            return 0
+        at = max(self.unused.bits)
+        return functools.reduce(operator.and_, [each.unused.bits.get(at, 0) for each in job])

@@ -28,8 +28,7 @@ from flatfsdp.engine.features.halfway import HalfwaySchedule
 from flatfsdp.engine.schedule.actions import Action
 from flatfsdp.engine.schedule.backward_schedule import UnitFacts, UnitRules
 from flatfsdp.engine.schedule.forward_schedule import ForwardFacts, ForwardRecord, ForwardSchedule
-from flatfsdp.errors import AgreementError
-from tests.harness.simulated_agreement import JobNotes, SimulatedAgreement
+from tests.harness.simulated_agreement import SimulatedAgreement
 from tests.harness.simulated_waits import GATHERS, REDUCTIONS, Play, Problem, Stream, on_device, on_host
 
 PARAMETERS = 2  # per unit
@@ -709,9 +708,9 @@ class SimulatedRank:
                 self.reshard(unit)
         self.agreement.rest()
 
-    def find_absent(self) -> None:
-        """All ranks have ended this backward."""
-        self.absent = self.agreement.lacked_by_all(self.lacking)
+    def find_absent(self, job: Sequence[SimulatedAgreement]) -> None:
+        """All ranks of the job have ended this backward."""
+        self.absent = self.agreement.lacked_by_all(self.lacking, job)
 
     def end_job(self) -> None:
         """What all ranks do after their last step."""
@@ -1125,8 +1124,7 @@ class PlayedJob:
     ) -> None:
         self._program, self._job = program, job
         world = len(job.steps[0])
-        self._notes = JobNotes(world)
-        self._notes.ranks += [agreement_class(rank, self._notes, program.units, PARAMETERS) for rank in range(world)]
+        self._agreements = [agreement_class(rank, world, program.units, PARAMETERS) for rank in range(world)]
         self._rank = functools.partial(
             rank_class,
             program,
@@ -1142,9 +1140,9 @@ class PlayedJob:
         Raises:
             Problem: what is used is not there.
         """
-        ranks: list[SimulatedRank | None] = [None] * len(self._notes.ranks)
+        ranks: list[SimulatedRank | None] = [None] * len(self._agreements)
         for batches in self._job.steps:
-            each = zip(batches, self._notes.ranks, ranks, strict=True)
+            each = zip(batches, self._agreements, ranks, strict=True)
             made = [self._rank(batch, agreement, before=before) for batch, agreement, before in each]
             for rank in made if not self.steps and self._program.is_known else ():
                 rank.learn()
@@ -1153,22 +1151,17 @@ class PlayedJob:
                 rank.forward()
             for rank in made:
                 rank.backward()
-            self._notes.lacking = [rank.lacking for rank in made]
             for rank in made:
                 rank.end()
-            self._notes.let_all_answer()
-            try:
-                for rank in made:
-                    rank.find_absent()
-            except AgreementError:  # of all ranks, as is shown by what they did
-                break
+            for rank in made:
+                rank.find_absent(self._agreements)
             ranks = [*made]
         for rank in made:
             rank.end_job()
 
     def traces(self) -> list[Stream]:
         """What each rank did."""
-        return [agreement.trace.operations for agreement in self._notes.ranks]
+        return [agreement.trace.operations for agreement in self._agreements]
 
     def may_differ(self) -> bool:
         """Whether ranks may get an error that they differ: some bring gradients and others do not, or none do and what

@@ -213,8 +213,8 @@ def test_the_figures_of_a_step(pool2: Run, use_orig_params: bool) -> None:
     # Gathered ahead, both blocks are there at once; so is the root, whose gradient comes last.
     assert seen["backward"][:2] == (0, root + first + second)
     assert seen["backward"][2] == seen["grads"] > 0
-    # Root, first and the two kinds of second; again for backward all but the root. No rank uses `extra`: so a byte for
-    # each parameter says which had a gradient on any rank.
+    # Root, first and the two kinds of second; again for backward all but the root. A byte for each parameter
+    # says which had a gradient on any rank.
     assert seen["comm"] == {
         "all_gather": (4 + 3, everything + first + second),
         "reduce_scatter": (4, everything),

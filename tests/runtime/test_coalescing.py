@@ -116,9 +116,9 @@ def counts(rank: int, world: int) -> list[dict[str, int]]:
 def test_these_models_do_join_units(pool2: Run) -> None:
     units = BLOCKS + 2
     apart, joined = pool2(counts)[0]
-    assert apart == {"all_gather": 2 * units - 1, "reduce_scatter": units}
+    assert apart == {"all_gather": 2 * units - 1, "reduce_scatter": units, "scalar": 1}
     # The large unit parts (root 0 1 2 3) and (4 ... 8), and is in the way of one more group in backward.
-    assert joined == {"all_gather": 3 + 3, "reduce_scatter": 3}
+    assert joined == {"all_gather": 3 + 3, "reduce_scatter": 3, "scalar": 1}
 
 
 def another_size(rank: int, world: int) -> None:

@@ -640,7 +640,7 @@ def exchanges(rank: int, world: int) -> list[int]:
     return seen
 
 
-def test_a_learned_step_exchanges_a_bitmap(pool2: Run) -> None:
+def test_a_learned_step_exchanges_only_the_bitmap(pool2: Run) -> None:
     for seen in pool2(exchanges):
         assert seen[2:] == [1] * 3
 

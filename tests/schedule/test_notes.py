@@ -154,7 +154,7 @@ class WaitsForWhatOthersLack(SimulatedRank):
     """A rank learns what others lack before it reduces what it lacks itself."""
 
     def reduce(self, units: Sequence[str]) -> None:
-        if self.agreement.unused.compares and any(map(self._lacking_in, units)):
+        if any(map(self._lacking_in, units)):
             self.agreement.trace.append("await", (BITMAPS, self.agreement.trace.counts[BITMAPS]))
         super().reduce(units)
 

@@ -61,7 +61,7 @@ total, without activations                 1.31 GiB     29.3 GiB
 sent per step              calls     bytes
 all-gather, parameters       212   110 GiB
 reduce-scatter, gradients     27  26.0 GiB
-norms                          1       4 B
+norms and agreements           1       4 B
 
 Not included: activations; temporary memory of the optimizer step; torch, the backend and fragmentation.
 Each unit is assumed to run once, in the order in which the model declares them.""",

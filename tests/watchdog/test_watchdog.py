@@ -100,7 +100,7 @@ class World:
         self.models = [Model(range(size)) for _ in range(size)]
         self.watches = [Watchdog(notes, rank=rank, world=size) for rank, notes in enumerate(self.notes)]
         for each, model in zip(self.watches, self.models, strict=True):
-            each.add(model, lambda alarm: True, lambda: None)
+            each.add(model, lambda alarm: True)
             each.follow("model", model.progress)
         self.forget()
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ...errors import AgreementError, LostRankError
 from ..base.events import EventLog
 from ..base.hashing import hash63
 from ..base.peers import BackwardPlan, Checksums, Fact, Peers, UnitEntry
@@ -22,6 +23,7 @@ from .op_sequence import A_BACKWARD, A_FORWARD_AGAIN, THE_FORWARD, OpSequence
 from .ops import ENDED, EVALUATION, PLANS, TRAINING, UNFORESEEN, Op, StepConditions, autocast_on
 from .rank_exchange import RankExchange
 from .turns import GroupMember, Position
+from .unused_params import UnusedParams
 
 
 class Agreement(Peers):
@@ -41,7 +43,7 @@ class Agreement(Peers):
         super().__init__()
         self.peers = RankExchange()
         self.sequence = sequence = OpSequence(self.peers)
-        self.unused = sequence.unused
+        self.unused = UnusedParams(self.peers)
         self.rest, self.refuse, self.explain = sequence.rest, sequence.refuse, sequence.explain  # type: ignore[method-assign]
         self.initial_values = InitialValues(check_values)
         self.member = GroupMember(self.sequence, self.issued)
@@ -75,7 +77,7 @@ class Agreement(Peers):
         self.peers.gathers = gathers
         self._sharded = sharded
         self._names = self.sequence.meetings.names = ModelNames(units, names)
-        self.unused.count = units[-1].parameters.stop
+        self.unused.connect(units[-1].parameters.stop)
         self.sequence.follow(comm_stats, events)
         self._issued = functools.lru_cache(PLANS)(functools.partial(ops.issued, units))
         self._entered = [ops.entered(index, unit) for index, unit in enumerate(units)]
@@ -217,7 +219,7 @@ class Agreement(Peers):
         if self.member.turns:
             self.member.take("began a backward")
         try:
-            self.unused.begin(self.sequence.position)
+            self.unused.begin()
         except RuntimeError as error:
             self.explain(error)
             raise
@@ -229,7 +231,14 @@ class Agreement(Peers):
         each parameter of which this rank has no gradient; returns those of which no rank has one. [Note: unused]"""
         if not self.peers.axes:
             return super().check_issued(lacking)
-        absent = self.sequence.end_backward(self._issued(*self.issued.take()), lacking)
+        op = self._issued(*self.issued.take())
+        try:
+            self.sequence.next(op, completes=True, ends=True, then=len(self.peers.axes))
+        except AgreementError as error:
+            if not isinstance(error, LostRankError):  # without it nobody goes on over this group
+                self.unused.take_part()
+            raise
+        absent = self.unused.lacked_by_all(lacking)
         if self.member.turns:
             self.member.compare_issued()
         return absent

@@ -10,8 +10,7 @@ all are equal that is a new order, otherwise an error. Ranks whose ops were expe
 
 [Note: deleted models] A rank continues without a note if its op was expected; if another rank's op was not, its watch
 leaves the note later ([Note: agreement]). The watch outlives the model, and so do the last ops, which it keeps: it also
-answers when the model is deleted, until the process group is destroyed. Then it leaves only what ranks may still ask
-that have not erred: that this one has computed all gradients of its last backward ([Note: unused]).
+answers when the model is deleted, until the process group is destroyed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from .divergence import ModelNames, divergence
 from .ops import LoggedOp, Op
 from .rank_exchange import RankExchange
 from .sequence_predictor import SequencePredictor
-from .unused_params import UnusedParams, answer, left_at
 
 THE_FORWARD, A_FORWARD_AGAIN = "the forward of unit", "a forward, after a backward inside of it"
 A_BACKWARD = "a backward"  # activities of an iteration
@@ -141,7 +139,6 @@ class OpSequence:
         busy: whether this rank is inside an iteration, where it may wait for others.
         activity: what this rank does in its iteration, in words; None between iterations.
         meetings: the meetings of ranks whose ops were not expected.
-        unused: the agreement on parameters without gradients on any rank.
         position: the number of ops so far.
         progress: the number of steps and backwards so far.
         abandoned: the op with which the last iteration was abandoned here, until ranks have met there.
@@ -157,7 +154,6 @@ class OpSequence:
         self._comm_stats = CommStats()
         self._events = EventLog()
         self.meetings = Meetings(peers)
-        self.unused = UnusedParams(peers)
         self.position = 0
         self._peers = peers
         self._predictor = SequencePredictor()
@@ -173,9 +169,7 @@ class OpSequence:
         """Let the watchdog answer for this rank, after all ranks have answered."""
         peers = self._peers
         assert peers.watch is not None
-        noted_at, answered = self.meetings.noted_at, self.unused.answered
-        past = PastOps(peers, self._logged, self.progress, noted_at=noted_at, answered=answered)
-        peers.watch.add(self, past.consider, past.publish)
+        peers.watch.add(self, PastOps(peers, self._logged, self.meetings.noted_at).consider)
         peers.watch.follow(peers.scope, self.progress)
 
     # -- activities of an iteration ------------------------------------------------------------------------------------
@@ -215,12 +209,19 @@ class OpSequence:
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def next(
-        self, op: Op, *, unit: int | None = None, opens: bool = False, completes: bool = False, ends: bool = False
+        self,
+        op: Op,
+        *,
+        unit: int | None = None,
+        opens: bool = False,
+        completes: bool = False,
+        ends: bool = False,
+        then: int = 0,
     ) -> None:
         """Do `op` next. Collective if there is no expectation.
 
         `unit`: the op enters this unit of a forward. `opens`: a step begins. `completes`: an iteration may end here.
-        `ends`: so does the running activity, after this op.
+        `ends`: so does the running activity, after this op, and `then` so many collectives.
 
         Raises:
             AgreementError: the op of another rank differs; on every rank, within seconds.
@@ -235,48 +236,19 @@ class OpSequence:
         self._logged.append((self.position, op, self.progress.steps))
         self.progress.steps += opens
         if ends:  # before the watch sees the position, and compares with a rank that may be ahead already
-            self._issued_before = self._comm_stats.issued
+            self._issued_before = self._comm_stats.issued + then
         self.position += 1
 
-    def end_backward(self, op: Op, lacking: int) -> int:
-        """Do `op` next, the last one of a backward in which this rank is `lacking` gradients of some parameters, a bit
-        each; returns those that all ranks lack. Collective if there is no expectation, or if ranks reduce a bitmap.
-
-        Raises:
-            AgreementError: the op of another rank differs; on every rank, within seconds.
-        """
-        peers, unused, at = self._peers, self.unused, self.position
-        if peers.verdict is not None:
-            peers.raise_verdict()
-        expected = self._predictor.expected()
-        if expected != op.code:
-            answers = self._compare(op, expected, int(lacking > 0))
-            unused.compares = unused.compares or any(lacks for _, lacks in answers.values())
-        compares = unused.compares and peers.watch is not None
-        if lacking and not compares and peers.watch is not None:
-            unused.reserve(at)
-        # The activity ends, and with it the count for comparison, before the watch sees the position.
-        self._issued_before = self._comm_stats.issued + (len(peers.axes) if compares else 0)
-        self._follow(op, completes=True)
-        if peers.watch is None:
-            return lacking
-        if compares:
-            return unused.lacked_by_all(lacking)
-        return unused.ask(at, lacking) if lacking else 0
-
-    def _compare(self, op: Op, expected: int | None, extra: int = 0) -> Mapping[int, list[int]]:
-        """Compare `op`, which is not `expected`, with the next ones of all ranks. Collective if nothing is expected:
-        then the result is each rank's code and `extra`."""
+    def _compare(self, op: Op, expected: int | None) -> None:
+        """Compare `op`, which is not `expected`, with the next ones of all ranks. Collective if nothing is expected."""
         peers = self._peers
         if expected is None:
-            answers = peers.exchange(op.code, extra)
+            answers = peers.exchange(op.code)
             if answers is not None:
                 self.require_same(answers, op)
-                return answers
         elif peers.watch is not None:
             self.meetings.announce(self.position, op)
             self.meetings.meet(self.position, self.progress.steps)
-        return {}
 
     def require_same(self, answers: Mapping[int, list[int]], op: Op) -> None:
         """Fail unless the codes in the `answers` of all ranks are equal; `op` is that of this rank."""
@@ -385,8 +357,6 @@ class OpSequence:
         """Process the alarm of a rank, without waiting; returns True if it is settled or does not concern this rank."""
         peers, meetings = self._peers, self.meetings
         match parse(alarm):
-            case ["unused", str(scope), int(at)]:
-                return self.unused.consider(scope, at, self.position)
             case [str(scope), int(at), int() | None as issued]:
                 pass
             case _:
@@ -416,27 +386,14 @@ class OpSequence:
 class PastOps:
     """The last ops of one rank with one model, which it does not reference."""
 
-    def __init__(
-        self,
-        peers: RankExchange,
-        logged: deque[tuple[int, Op, int]],
-        progress: Progress,
-        *,
-        noted_at: deque[int],
-        answered: set[int],
-    ) -> None:
-        """`logged`: (position, op, step) of each; `noted_at`: where this rank left a note; `answered`: where it has
-        answered ranks that lack gradients."""
+    def __init__(self, peers: RankExchange, logged: deque[tuple[int, Op, int]], noted_at: deque[int]) -> None:
+        """`logged`: (position, op, step) of each; `noted_at`: where this rank left a note."""
         self._rank, self._ranks, self._scope, self._store = peers.rank, peers.ranks, peers.scope, peers.store
-        self._logged, self._progress, self._noted_at, self._answered = logged, progress, noted_at, answered
+        self._logged, self._noted_at = logged, noted_at
 
     def consider(self, alarm: str) -> bool:
         """Answer the alarm of a rank, if it concerns this model, which was deleted."""
         match parse(alarm):
-            case ["unused", str(scope), int(at)] if scope == self._scope and at < self._position:
-                if at not in self._answered:
-                    self._answered.add(at)
-                    answer(self._store, scope, at, self._rank, 0, self._position)
             case [str(scope), int(at), _] if scope == self._scope and at not in self._noted_at:
                 self._noted_at.append(at)
                 op, prefix = self._op_at(at), f"{scope}/{at}"
@@ -444,19 +401,10 @@ class PastOps:
                 come(self._store, prefix, str(op.code), len(self._ranks))
         return True
 
-    def publish(self) -> None:
-        """The watch ends: leave the position that this rank has reached."""
-        if self._progress.backwards:
-            self._store.post(left_at(self._scope, self._rank), str(self._position))
-
-    @property
-    def _position(self) -> int:
-        return self._logged[-1][0] + 1 if self._logged else 0
-
     def _op_at(self, at: int) -> Op:
         """The op at position `at`, or what this rank did instead."""
         for position, op, _ in self._logged:
             if position == at:
                 return op
-        passed = "passed this point long ago and " if self._position > at else ""
+        passed = "passed this point long ago and " if self._logged and self._logged[-1][0] >= at else ""
         return Op(-1, f"{passed}deleted its model")

@@ -202,8 +202,6 @@ class DeterministicSums(Observer):
             numbers = peers.numbers_of_ranks(*own[:listed], *[-1] * (max(lists.values()) - listed))
             added |= {rank: frozenset(numbers[rank]) - {-1} for rank in lists}
         step.exchange(added, of=1 if len(answers) == groups.world else groups.world)
-        if not all(added.values()):
-            agreement_of(self._model.agreement).unused.compares = True  # ranks without a microbatch lack all gradients
 
     def _sum_partially(self) -> None:
         """Let the reductions of this backward be partial ones, since some microbatches are to come."""

@@ -151,8 +151,6 @@ class Joined:
             self._check(found, with_data, step)
             counts = 1.0 if self._by_all else len(found) / len(with_data)
             model.backwards.weight = counts if self.has_data else 0.0
-            if len(with_data) < len(found):
-                agreement_of(model.agreement).unused.compares = True
             try:
                 yield batch if self.has_data else kept  # type: ignore[misc]
             finally:

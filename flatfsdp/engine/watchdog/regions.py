@@ -51,8 +51,6 @@ def _publish_exit_record(
     if store.unanswered_for() > 1.0:  # the process could not end
         return
     with contextlib.suppress(RuntimeError):
-        if found is not None:
-            found.publish_pasts()  # also where a process of `multiprocessing` runs no function of `atexit`
         ExitRecord(rank, words, cause, numbers_of(progress)).publish(store, alarm=error is not None)
 
 

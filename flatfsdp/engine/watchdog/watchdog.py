@@ -95,8 +95,8 @@ class Watchdog:
         self._polls = reports.StatusPoll(store, rank=rank, world=world)
         self._local = LocalWaits(store, time_limit=time_limit, period=self._period)
         self._blocks = SharedBlocks()
-        # Of models that live, and of the last ones deleted: how to answer alarms, and what to do when the watch ends.
-        self._past: list[tuple[weakref.ref[Any], Callable[[str], bool], Callable[[], None]]] = []
+        # Of models that live, and of the last ones deleted: how to answer alarms.
+        self._past: list[tuple[weakref.ref[Any], Callable[[str], bool]]] = []
         self._open: list[str] = []  # alarms that models have yet to process
         self._lock = threading.Lock()
         self._wake = Wake()  # [Note: finalizers]
@@ -119,16 +119,16 @@ class Watchdog:
     def _period(self) -> float:
         return self._polls.period
 
-    def add(self, watched: Any, consider: Callable[[str], bool], publish: Callable[[], None]) -> None:
+    def add(self, watched: Any, consider: Callable[[str], bool]) -> None:
         """Watch `watched`, an `OpSequence`; starts the thread if none runs. When it is deleted `consider`, which must
         not reference it, answers the alarms of other ranks in its place: True if an alarm needs nothing more of this
-        rank. `publish` writes notes for them when the watch ends."""
+        rank."""
         with self._lock:
             self._local.watched.add(watched)
             deleted = [each for each in self._past if each[0]() is None]
             forgotten = deleted[: max(0, len(deleted) - MODELS)]
             self._past = [each for each in self._past if each not in forgotten]
-            self._past.append((weakref.ref(watched), consider, publish))
+            self._past.append((weakref.ref(watched), consider))
             self._start()
 
     def follow(self, scope: str, progress: reports.Progress) -> None:
@@ -234,11 +234,6 @@ class Watchdog:
         self._works = [each for each in self._works if not each.is_completed()]
         self._works += works
 
-    def publish_pasts(self) -> None:
-        """Leave what other ranks may still ask when this watch has ended."""
-        for *_, publish in [*self._past]:
-            publish()
-
     def finish_works(self, *, failed: bool = False) -> None:
         """Wait for those of `outlast`, at the end of the process, while the thread still answers. `failed`: the process
         ends by an exception, and the others cannot continue."""
@@ -252,12 +247,10 @@ class Watchdog:
         self.finish_works()
         self._closed = True
         self._wake.set()
-        if self.store.unanswered_for() < self._polls.period:
+        if destroyed and self.store.unanswered_for() < self._polls.period:
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self.publish_pasts()
-                if destroyed:
-                    words = f"destroyed its process group{self.last_step()}"
-                    self.store.post(f"left/{self._rank}", reports.ExitRecord(self._rank, words).left_now())
+                words = f"destroyed its process group{self.last_step()}"
+                self.store.post(f"left/{self._rank}", reports.ExitRecord(self._rank, words).left_now())
         deadline = time.monotonic() + JOIN
         for thread in (self._thread, self._timekeeper.stop()):
             while thread not in (None, threading.current_thread()) and thread.is_alive():
@@ -329,11 +322,11 @@ class Watchdog:
                     ended.append(number)
                 case ["failed", str(block), int(rank), str(words)] if rank != self._rank:
                     self._blocks.failures.append(BlockFailure(block, rank, words))
-                case [str(), int(), int() | None] | ["unused", str(), int()]:
+                case [str(), int(), int() | None]:
                     self._open.append(alarm or "")
         if self._open:
             known: list[Callable[[str], bool]] = [each.consider for each in [*self._local.watched]]
-            known += [consider for living, consider, _ in [*self._past] if living() is None]
+            known += [consider for living, consider in [*self._past] if living() is None]
             self._open = [alarm for alarm in self._open if not all([consider(alarm) for consider in known])]
         for number in ended:  # after the alarms that preceded the end
             exit_record = reports.ExitRecord.read(self.store, number)
