@@ -208,7 +208,7 @@ def clip_grad_norm(
 
     A sharded gradient counts once over its shard group, and over the ranks of tensor parallelism that split its
     parameter; a gradient that every rank holds counts once. Collective over these groups: one scalar each, with or
-    without gradients, and 24 bytes more with deterministic sums. A norm that is not finite is so on all ranks; with
+    without gradients, and 16 bytes more with deterministic sums. A norm that is not finite is so on all ranks; with
     `error_if_nonfinite` all of them then exchange the gradient that caused it.
     """
     call = "clip_grad_norm_"

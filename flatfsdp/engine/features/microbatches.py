@@ -160,13 +160,11 @@ class Ledger:
             parameter, the index of the microbatch (None for a stand-in), and the unsharded gradient.
     """
 
-    look: Callable[[FlatParamHandle, int | None, torch.Tensor], object] | None
-
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
         self.step: Step | None = None
         self.groups: dict[int, frozenset[int]] = {}
-        self.look = None
+        self.look: Callable[[FlatParamHandle, int | None, torch.Tensor], object] | None = None
 
     @property
     def running(self) -> Step:
