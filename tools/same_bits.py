@@ -1,11 +1,12 @@
 """Trains one model in all ways that `deterministic_sums=True` supports, on 1, 2, 3, 4, 6 and 8 ranks, and compares the
 hashes of parameters and optimizer states.
 
-    .venv/bin/python -m tools.same_bits [--steps N] [--worlds N ...] [--results FILE] [--report FILE]
+    .venv/bin/python -m tools.same_bits [--steps N] [--worlds N ...] [--lanes N] [--results FILE] [--report FILE]
 
 Each finished run is a line in the results file, with its hash. A later call with the same file plays what is left: the
 runs that no call has finished, those with another number of steps, and those that failed. Ways that compute the same
-(all but mixed precision) are compared with one run on one rank, the others with their own.
+(all but mixed precision) are compared with one run on one rank, the others with their own. Each lane plays one run at a
+time, by ranks that stay for the next run: while those of one run wait for each other, those of another compute.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import platform
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +34,14 @@ import torch
 from tests.features import test_deterministic_sums as trained
 from tests.features.test_deterministic_sums import aligned, in_turns, unevenly, wrapped
 from tests.harness import pool
+from tests.harness.processes import end_with_the_server
 from tools.run_random import ROOT, commit
 
 RESULTS = ROOT / "build" / "same_bits.jsonl"
 WORLDS = (1, 2, 3, 4, 6, 8)
 COUNT = 12  # microbatches of a step
 OWNERS = {"aligned": aligned, "in turns": in_turns, "unevenly": unevenly}
-LIMIT = 1800.0  # seconds of a run
+LIMIT = 300.0  # seconds of a run: more than ten times what it takes
 
 
 def hybrid(net: Any, *, shards: int, front: str = "", **options: Any) -> Any:
@@ -154,12 +160,13 @@ class Result:
 
 
 def run_job(job: Job, steps: int, revision: str) -> Result:
-    """Play it."""
+    """Play it. A run that fails or hangs is a result, too."""
     began, found, words = time.monotonic(), "", ""
     try:
         found = job.play(steps)
-    except pool.JobFailed as error:
-        words = str(error)[-3000:]
+    except Exception as error:
+        story = str(error) if isinstance(error, pool.JobFailed) else traceback.format_exc()
+        words = story[-3000:]
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return Result(job.key, steps, found, round(time.monotonic() - began, 2), revision, now, words)
 
@@ -188,7 +195,8 @@ def report(every: list[Job], results: dict[str, Result], command: str) -> tuple[
         "# One hash on any number of ranks",
         "",
         f"`{command}`: {len(played)} of {len(every)} runs, {len(wrong)} of them with another hash than the first of "
-        f"their group, or failed; {sum(each.seconds for each in played) / 60:.1f} minutes. Each trains one model, with "
+        f"their group, or failed; all their seconds are {sum(each.seconds for each in played) / 60:.1f} minutes, of "
+        "which several lanes play at a time. Each trains one model, with "
         f"a tied, a frozen and a rarely used layer, for {played[0].steps if played else 0} steps of {COUNT} "
         "microbatches by AdamW. The hash is that of all parameters and optimizer states. Groups: `clipped` by the "
         "norm; `in backward`: stepped there, without clipping; `bf16`: mixed precision with float32 sums, activation "
@@ -204,12 +212,33 @@ def report(every: list[Job], results: dict[str, Result], command: str) -> tuple[
     return "\n".join([*lines, *(f"\nWrong: {each}" for each in wrong)]) + "\n", wrong
 
 
+def _lane() -> None:
+    """Called first in the process of a lane, which has ranks of its own: they end with it, and it with its parent."""
+    # Multiprocessing would ask the ranks to end, which those that are paused never do.
+    Finalize(None, pool.discard_all, exitpriority=1)
+    if pool.CAN_PAUSE:
+        end_with_the_server()
+
+
+def _in_lanes(left: list[Job], steps: int, lanes: int) -> Iterator[tuple[Job, Result]]:
+    """Each of `left` with its result, as soon as that is there."""
+    revision = commit()
+    with ProcessPoolExecutor(lanes, get_context("spawn"), initializer=_lane) as executor:
+        running = {executor.submit(run_job, job, steps, revision): job for job in left}
+        try:
+            for each in as_completed(running):
+                yield running[each], each.result()
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tools.same_bits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=50, help="of each run (default: 50)")
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, metavar="N", help="numbers of ranks")
+    parser.add_argument("--lanes", type=int, default=2, metavar="N", help="runs at a time (default: 2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="play only runs with this in their names")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default: build/same_bits.jsonl")
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write the report to this file")
@@ -221,17 +250,16 @@ def main(arguments: list[str] | None = None) -> int:
     lines = given.results.read_text().splitlines() if given.results.exists() else []
     found = [Result(**json.loads(line)) for line in lines if line.endswith("}")]
     results = {each.key: each for each in found if each.hash and each.steps == given.steps}
-    revision = commit()
     command = f"python -m tools.same_bits --steps {given.steps} --worlds {' '.join(map(str, given.worlds))}"
-    for number, job in enumerate(every, 1):
-        if job.key not in results:
-            results[job.key] = result = run_job(job, given.steps, revision)
-            with given.results.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            _say(f"{number} of {len(every)}: {job.key}: {result.hash[:16] or 'failed'}, {result.seconds:.1f} s")
-            _, wrong = report(every, results, command)
-            if wrong and wrong[-1].startswith(job.key):
-                _say(f"WRONG: {wrong[-1]}")
+    for job, result in _in_lanes([job for job in every if job.key not in results], given.steps, given.lanes):
+        results[job.key] = result
+        with given.results.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        shown = result.hash[:16] or "failed"
+        _say(f"{len(results)} of {len(every)}: {job.key}: {shown}, {result.seconds:.1f} s")
+        _, wrong = report(every, results, command)
+        for words in (each for each in wrong if each.startswith(f"{job.key}: ")):
+            _say(f"WRONG: {words}")
     text, wrong = report(every, results, command)
     if given.report is not None:
         given.report.write_text(text)

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from tools.same_bits import COUNT, WORLDS, Job, Result, jobs, report
+from tests.harness.pool import JobFailed
+from tools.same_bits import COUNT, WORLDS, Job, Result, jobs, report, run_job
 
 pytestmark = pytest.mark.unit
 
@@ -48,3 +49,14 @@ def test_a_report_names_runs_with_another_hash() -> None:
     assert [line.split(":")[0] for line in wrong] == [every()[60].group, every()[90].group]
     assert "other, expected" in wrong[0] and "rank 1 raised" in wrong[1]
     assert f"{len(every()) - 1} of {len(every())} runs, 2 of them" in text
+
+
+@pytest.mark.parametrize("error", [JobFailed("rank 1 did not answer", {}), OSError("rank 1 did not answer")])
+def test_a_run_that_fails_is_a_result(error: Exception) -> None:
+    def play(steps: int) -> str:
+        raise error
+
+    job = replace(every()[60], play=play)
+    result = run_job(job, 50, "abc")
+    assert (result.key, result.hash) == (job.key, "") and "rank 1 did not answer" in result.words
+    assert report([job], {job.key: result}, "same_bits")[1] == [f"{job.key}: {result.words.strip()}"]
