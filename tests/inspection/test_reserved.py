@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,10 +77,11 @@ def made(front: str = "flat", *, again: bool = False, offload: bool = False) -> 
     return wrapped(front, net, offload=offload)
 
 
-def planned(front: str = "flat", *, again: bool = False, offload: bool = False, **options: Any) -> flatfsdp.Plan:
+@cache
+def planned(front: str, *, again: bool = False, offload: bool = False) -> flatfsdp.Plan:
     with flatfsdp.dry_run(8, accelerator=True):
         model = made(front, again=again, offload=offload)
-        return flatfsdp.memory_plan(model, torch.optim.AdamW(model.parameters()), loss=loss, **options)
+        return flatfsdp.memory_plan(model, torch.optim.AdamW(model.parameters()), loss=loss)
 
 
 @pytest.mark.parametrize("front", ["flat", "orig", "fully_shard"])
@@ -91,7 +93,7 @@ def test_what_is_reserved_contains_what_is_in_use_with_activations(front: str) -
 
 
 def test_checkpointed_blocks_need_less() -> None:
-    usual, again = planned(), planned(again=True)
+    usual, again = planned("flat"), planned("flat", again=True)
     assert usual.in_use is not None and again.in_use is not None
     assert usual.in_use - again.in_use > (BLOCKS - 2) * 8 * INPUT
 

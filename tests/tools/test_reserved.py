@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ def measured(rank: int, world: int, case: Case, engine: str, steps: int) -> Figu
     return measure(case, engine, 8, steps)
 
 
+@cache
 def figures(case: Case, engine: str, steps: int = 3) -> Figures:
     (outcome,) = fresh.run(1, measured, case, engine, steps)
     assert outcome.exit_code == 0, outcome

@@ -122,12 +122,20 @@ CASES: dict[str, tuple[dict[int, tuple[int, str]], dict[str, Any], str, int]] = 
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder and the result of the run on one rank that nothing happens to."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    (alone,) = fresh.run(1, train, folder, {}, {}, "wrapper")
+    assert alone.error is None and len(alone.result[0]) == STEPS, alone
+    return folder, alone.result
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_killed_ranks_cost_nothing(case: str, tmp_path: Path) -> None:
+def test_killed_ranks_cost_nothing(case: str, undisturbed: tuple[Path, Any], tmp_path: Path) -> None:
     """Rank 0, which reads, prints and writes for all, and ranks in the middle of a save, which is made again."""
     kills, given, front, step = CASES[case]
-    (alone,) = fresh.run(1, train, tmp_path / "alone", {}, {}, "wrapper")
-    assert alone.error is None and len(alone.result[0]) == STEPS, alone
+    alone, expected = undisturbed
     folder = tmp_path / "three"
     for rank, outcome in enumerate(fresh.run(3, train, folder, kills, given, front)):
         if rank in kills:
@@ -135,14 +143,14 @@ def test_killed_ranks_cost_nothing(case: str, tmp_path: Path) -> None:
             continue
         assert outcome.error is None and outcome.exit_code == 0, outcome
         losses, digest, screen = outcome.result
-        assert (losses, digest) == alone.result[:2]
+        assert (losses, digest) == expected[:2]
         words = rf"the loss of rank {next(iter(kills))} in step {step}, in \d+\.\d s, by 2 ranks"
         assert re.fullmatch(words, screen["survived"]) and "joined" not in screen, screen
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, STEPS + 1)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6]
     assert [row["eval_loss"] for row in rows if "eval_loss" in row] == [
-        row["eval_loss"] for row in read_metrics(tmp_path / "alone" / "metrics.jsonl") if "eval_loss" in row
+        row["eval_loss"] for row in read_metrics(alone / "metrics.jsonl") if "eval_loss" in row
     ]
     names = [f"step-{number:08}" for number in (2, 4, 6)]
     assert sorted(each.name for each in folder.glob("*step-*") if not each.name.endswith(".token")) == names
@@ -153,30 +161,30 @@ def test_killed_ranks_cost_nothing(case: str, tmp_path: Path) -> None:
     ("front", "given", "sharded"),
     [("wrapper", {"data_mode": "dispatch"}, {}), ("fully_shard", {}, {"strategy": "hybrid_shard", "replicas": 2})],
 )
-def test_a_process_that_comes_later_joins(front: str, given: Any, sharded: Any, tmp_path: Path) -> None:
+def test_a_process_that_comes_later_joins(
+    front: str, given: Any, sharded: Any, undisturbed: tuple[Path, Any], tmp_path: Path
+) -> None:
     """It knows what the others know of the run, and reads its part of the data."""
-    (alone,) = fresh.run(1, train, tmp_path / "alone", {}, {}, "wrapper")
-    assert alone.error is None, alone
+    _, expected = undisturbed
     for outcome in fresh.run(3, train, tmp_path / "three", {}, given, front, joins=True, **sharded):
         assert outcome.error is None and outcome.exit_code == 0, outcome
         losses, digest, screen = outcome.result
-        assert (losses, digest) == alone.result[:2]
+        assert (losses, digest) == expected[:2]
         assert re.fullmatch(r"rank 2 in step \d, 3 ranks from then on", screen["joined"]), screen
-        assert screen["ranks"].startswith("3 on cpu") and screen["eval loss"] == alone.result[2]["eval loss"]
+        assert screen["ranks"].startswith("3 on cpu") and screen["eval loss"] == expected[2]["eval loss"]
         assert screen["checkpoint"] == str(tmp_path / "three" / "step-00000006")
 
 
-def test_a_process_joins_when_another_is_lost_after_a_save(tmp_path: Path) -> None:
+def test_a_process_joins_when_another_is_lost_after_a_save(undisturbed: tuple[Path, Any], tmp_path: Path) -> None:
     """The others have a checkpoint of step 2 when they go back to where there was none, with one that knows of none."""
-    (alone,) = fresh.run(1, train, tmp_path / "alone", {}, {}, "wrapper")
-    assert alone.error is None, alone
+    _, expected = undisturbed
     folder, given = tmp_path / "three", {"save_async": False, "eval_every": None}
     outcomes = fresh.run(3, train, folder, {1: (3, "backward")}, given, "wrapper", joins=True)
     assert outcomes.pop(1).exit_code == -signal.SIGKILL
     for outcome in outcomes:
         assert outcome.error is None and outcome.exit_code == 0, outcome
         losses, digest, screen = outcome.result
-        assert (losses, digest) == alone.result[:2]
+        assert (losses, digest) == expected[:2]
         assert screen["joined"] == "rank 2 in step 3, 2 ranks from then on", screen
         assert screen["survived"].startswith("the loss of rank 1 in step 3, "), screen  # one that joins knows, too
     assert [each.problem for each in checkpoint.listing(folder, named="step-*")] == [""] * 3

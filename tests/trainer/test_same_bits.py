@@ -18,6 +18,7 @@ from flatfsdp.trainer.callbacks import Callback
 from flatfsdp.trainer.demo.model import ByteTransformer
 from flatfsdp.trainer.run import StepReport
 from tests.conftest import Run
+from tests.harness import pool
 
 pytestmark = pytest.mark.distributed
 
@@ -82,31 +83,34 @@ def train(rank: int, world: int, output: Path, given: dict[str, Any], fsdp: dict
     return record.numbers, made.hexdigest()
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
+    """The numbers and the hash of one rank."""
+    (found,) = pool.run(1, train, tmp_path_factory.mktemp("alone") / "run", {}, {})
+    assert len(found[0]) > 5
+    result: tuple[list[Any], str] = found
+    return result
+
+
 @pytest.mark.parametrize("data_mode", ["sharded", "dispatch"])
-def test_any_number_of_ranks(run: Run, tmp_path: Path, data_mode: str) -> None:
-    given = {"data_mode": data_mode}
-    (expected,) = run(1, train, tmp_path / "1", given, {})
-    assert len(expected[0]) > 5
+def test_any_number_of_ranks(run: Run, tmp_path: Path, data_mode: str, expected: tuple[list[Any], str]) -> None:
     for world in (2, 3, 4):
-        assert run(world, train, tmp_path / str(world), given, {}) == [expected] * world
+        assert run(world, train, tmp_path / str(world), {"data_mode": data_mode}, {}) == [expected] * world
 
 
-def test_fully_shard(run: Run, tmp_path: Path) -> None:
-    (expected,) = run(1, train, tmp_path / "1", {}, {})
+def test_fully_shard(run: Run, tmp_path: Path, expected: tuple[list[Any], str]) -> None:
     assert run(2, train, tmp_path / "2", {}, {"front": "fully_shard"}) == [expected] * 2
 
 
-def test_resumed_on_other_ranks(run: Run, tmp_path: Path) -> None:
-    (expected,) = run(1, train, tmp_path / "whole", {}, {})
+def test_resumed_on_other_ranks(run: Run, tmp_path: Path, expected: tuple[list[Any], str]) -> None:
     run(3, train, tmp_path / "parts", {"steps": 2}, {})
     for numbers, found in run(2, train, tmp_path / "parts", {"resume": "latest"}, {}):
         assert found == expected[1] and numbers == expected[0][-len(numbers) :]
 
 
 @pytest.mark.parametrize("data_mode", ["sharded", "dispatch"])
-def test_audited(run: Run, tmp_path: Path, data_mode: str) -> None:
+def test_audited(run: Run, tmp_path: Path, data_mode: str, expected: tuple[list[Any], str]) -> None:
     """An audit changes nothing, and raises no alarm: each rank reads the samples of others."""
-    (expected,) = run(1, train, tmp_path / "1", {}, {})
     for world, optimizer in ((1, "adamw"), (3, "adamw")):
         given = {"audit_every": 1, "data_mode": data_mode, "optimizer": optimizer, "save_every": 2}
         assert run(world, train, tmp_path / f"audited {world}", given, {}) == [expected] * world
