@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flatfsdp.engine.cpu import gloo
+from tests.harness import commands
 
 pytestmark = [
     pytest.mark.unit,
@@ -58,11 +58,12 @@ def test_an_idle_one_is_not() -> None:
     worker.join(60)
 
 
-def test_it_happens_once_when_the_interpreter_ends() -> None:
+def test_it_happens_once_when_the_interpreter_ends(tmp_path: Path) -> None:
     code = """
 import torch, torch.distributed as dist
 from flatfsdp.engine.comm import transport as comm
 from flatfsdp.engine.cpu import gloo
+from tests.harness import commands
 from flatfsdp.engine.device.streams import Device
 from flatfsdp.engine.device.memory import MemoryTracker
 from flatfsdp.engine.wrapping.exchanges import EXCHANGES
@@ -72,5 +73,6 @@ group = comm.Axis.of(dist.group.WORLD, torch.device("cpu"))
 for _ in range(2):
     EXCHANGES.transport(group, Device(torch.device("cpu")), comm_stats=comm.CommStats(), tracker=MemoryTracker())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    (tmp_path / "program.py").write_text(code)
+    done = commands.run("program.py", folder=tmp_path, environment=os.environ)
     assert done.stdout == "waited\n", done.stderr

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 pytestmark = pytest.mark.process
 
@@ -71,7 +72,10 @@ def main() -> None:
 
         for name, after in settings(libraries):
             assert after == before[name], f"{name}: {before[name]} -> {after}"
-    assert "torch.distributed.fsdp" not in sys.modules
+    from flatfsdp.engine.config.arguments import check_arguments
+
+    check_arguments(nn.Linear(2, 2), sharding_strategy="NO_SHARD", auto_wrap_policy=nn.Linear)  # which FSDP1 has, too
+    assert not {"torch.distributed.fsdp", "torch.distributed.tensor"} & sys.modules.keys()
     print("nothing changed")
 
 
