@@ -48,26 +48,24 @@ STARTUP_TIMEOUT = 120.0  # seconds for importing torch in every rank while other
 
 # Never fork this process: torch's threads do not survive a fork. A process that only imports has none.
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(
-    [
-        "torch.distributed",
-        "torch._dynamo",  # optimizers import it at their first step
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.launcher.api",  # of torchrun
-        "torch.distributed.pipelining",
-        "torch.distributed.tensor.parallel",
-        "torch.testing._internal.distributed.fake_pg",
-        "safetensors.torch",
-        "flatfsdp.checkpoint",
-        "flatfsdp.trainer.demo.options",  # with all that the trainer's command imports, but not as that command
-        "flatfsdp.trainer.memory_estimate",
-        "tests.harness.parity",
-        "pytest",  # imported by test modules
-        "tests.harness.dtensor_metas",
-        "tests.harness.last_preload",
-    ]
-)
+_PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",  # optimizers import it at their first step
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",  # of torchrun
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.distributed.fake_pg",
+    "safetensors.torch",
+    "flatfsdp.checkpoint",
+    "flatfsdp.trainer.demo.options",  # with all that the trainer's command imports, but not as that command
+    "flatfsdp.trainer.memory_estimate",
+    "tests.harness.parity",
+    "pytest",  # imported by test modules
+    "tests.harness.dtensor_metas",
+    "tests.harness.last_preload",
+]
 
 
 def share_server() -> None:
@@ -95,6 +93,10 @@ class _Rank(ForkServerProcess):
     objects are finalized."""
 
     _Popen = staticmethod(_Popen)
+
+    def start(self) -> None:
+        _FORKSERVER.set_forkserver_preload(_PRELOADED)  # modules of tools that tests import set another list
+        super().start()
 
     def _bootstrap(self, *args: Any, **more: Any) -> NoReturn:
         gc.freeze()  # the collector then skips all of torch's objects, in particular at the end
