@@ -18,7 +18,7 @@ from tests.conftest import Run
 from tests.harness.corners import ALL, HYBRID, HYBRID_HALVES, PAIRS, Setting, data, differences, joined, loss_of, seeded
 from tests.harness.front import whole
 from tests.harness.gradients import unlike
-from tests.harness.thorough import is_thorough, some
+from tests.harness.thorough import is_thorough, some, steps
 
 pytestmark = pytest.mark.distributed
 
@@ -219,7 +219,7 @@ CHOSEN = some([*MODELS], 5)
 
 def _job(rank: int, world: int, name: str, under: tuple[Setting, ...]) -> list[str]:
     return differences(
-        rank, world, MODELS[name], _program, units=(Gain, Around, Nested), under=under, steps=3, bound=1e-5
+        rank, world, MODELS[name], _program, units=(Gain, Around, Nested), under=under, steps=steps(), bound=1e-5
     )
 
 
@@ -243,12 +243,12 @@ def _in_place(rank: int, world: int, name: str, reshard: bool) -> list[str]:
         if isinstance(unit, (Gain, Around, Nested)):
             flatfsdp.fully_shard(unit, reshard_after_forward=reshard)
     flatfsdp.fully_shard(model)
-    steps = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, alone)]
-    for step in range(3):
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, alone)]
+    for step in range(steps()):
         loss_of(model(data(rank, step, width=WIDTH))).backward()
         for of in range(world):
             (loss_of(alone(data(of, step, width=WIDTH))) / world).backward()
-        for each in steps:
+        for each in optimizers:
             each.step()
             each.zero_grad()
     rows = zip(model.named_parameters(), alone.parameters(), strict=True)

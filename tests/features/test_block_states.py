@@ -25,11 +25,11 @@ from tests.harness.corners import seeded
 from tests.harness.gradients import plain
 from tests.harness.low_bit import AdamOf8Bits, LowBitAdam, Quantized
 from tests.harness.meshes import named_mesh, replicas_of_shards
-from tests.harness.thorough import spread
+from tests.harness.thorough import is_thorough, spread
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 5
+STEPS = 5 if is_thorough() else 3
 NAMES = "exp_avg", "exp_avg_sq"
 FP8 = "_float8_e4m3fn"
 HAS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

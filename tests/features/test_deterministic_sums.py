@@ -26,8 +26,8 @@ from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from flatfsdp.engine.features import exact_sums
 from flatfsdp.layout import Grain, Preferred, Rows
 from tests.conftest import Run
+from tests.harness import thorough
 from tests.harness.meshes import named_mesh, shared_mesh
-from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.distributed
 
@@ -164,7 +164,7 @@ def train(
     accumulates: bool,
     clips: bool | str = False,
     recomputed: bool = False,
-    steps: int = 3,
+    steps: int = thorough.steps(),
     copied: bool = False,
 ) -> str:
     torch.manual_seed(0)
@@ -216,7 +216,7 @@ PAIRS = [
     (name, accumulates, world)
     for number, (name, accumulates) in enumerate(product(WRAPS, (True, False)))
     for world in (2, 3)
-    if is_thorough() or (number // 2 + accumulates + world) % 2 == 0
+    if thorough.is_thorough() or (number // 2 + accumulates + world) % 2 == 0
 ]
 
 
@@ -244,7 +244,7 @@ def test_copies(run: Run) -> None:
 
 def test_many_ranks(run: Run) -> None:
     """12 steps on 4 ranks; with --thorough 50, also on 6 and 8."""
-    worlds, steps = ((4, 6, 8), 50) if is_thorough() else ((4,), 12)
+    worlds, steps = ((4, 6, 8), 50) if thorough.is_thorough() else ((4,), 12)
     expected = on_one(run, wrapped, 12, clips=True, steps=steps)
     for world in worlds:
         assert {*run(world, train, wrapped, 12, in_turns, False, clips=True, steps=steps)} == {expected}
@@ -254,7 +254,7 @@ HYBRIDS = [*product(("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (True, False), (Tru
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulates", "orig"), HYBRIDS if is_thorough() else [HYBRIDS[at] for at in (0, 3, 5, 6)]
+    ("strategy", "accumulates", "orig"), HYBRIDS if thorough.is_thorough() else [HYBRIDS[at] for at in (0, 3, 5, 6)]
 )
 def test_hybrids(run: Run, strategy: str, accumulates: bool, orig: bool) -> None:
     expected = on_one(run, wrapped, 7, clips=True)
@@ -405,7 +405,7 @@ def stepped_in_backward(
 
 @pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
 def test_optimizer_in_backward(run: Run, accumulates: bool) -> None:
-    expected = on_one(run, wrapped, 7)
+    expected = on_one(run, wrapped, 7, steps=3)  # it begins in the second backward
     assert {*run(2, stepped_in_backward, wrapped, 7, in_turns, accumulates)} == {expected}
 
 

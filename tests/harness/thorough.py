@@ -77,6 +77,12 @@ def seeds(few: int, many: int) -> list[int]:
     return usual + list(range(start, start + many - few))
 
 
+def steps() -> int:
+    """The steps of a training that is compared with another: the first, and one that begins where it ended; with
+    --thorough also one after a step that was not the first."""
+    return 3 if _extent.thorough else 2
+
+
 def some(cases: Sequence[A], of: int, first: int = 0) -> Sequence[A]:
     """Every `of`-th case, from `first` on; with --thorough, all."""
     return cases if _extent.thorough else cases[first % of :: of]

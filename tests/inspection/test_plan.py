@@ -82,14 +82,14 @@ def wrapped(name: str, options: dict[str, Any]) -> FullyShardedDataParallel:
 def lived(
     rank: int, world: int, name: str, options: dict[str, Any], optimizer: str, microbatches: int, stepping: bool
 ) -> dict[str, Any]:
-    """The figures of the third step of training."""
+    """The figures of the last step of training: of the second, or, after one with steps in the backward, the third."""
     model = wrapped(name, options)
     batch = MODELS[name][1]
     stepper = OPTIMIZERS[optimizer](model.parameters())
     if stepping:
         flatfsdp.optimizer_in_backward(model, stepper)
     figures = flatfsdp.stats(model)
-    for _ in range(3):
+    for _ in range(2 + stepping):
         figures.reset()
         for place in range(microbatches):
             with model.no_sync() if place < microbatches - 1 else nullcontext():
