@@ -35,7 +35,7 @@ from tests.harness.thorough import is_thorough, seeds
 pytestmark = pytest.mark.distributed
 
 QUIET = 25  # steps in which no alarm is to be raised
-USUAL, QUIET_OF_USUAL = 9, 8  # seeds of every run, and their steps
+USUAL, QUIET_OF_USUAL = 9, 5  # seeds of every run, and their steps
 
 
 @dataclass
@@ -188,7 +188,7 @@ def flipped_in_microbatches(
 @pytest.mark.parametrize("accumulates", [True, False], ids=["no_sync", "reduced each time"])
 @pytest.mark.parametrize("name", WRAPS)
 def test_flipped_in_microbatches(run: Run, name: str, accumulates: bool) -> None:
-    flips = 200 if is_thorough() else 3
+    flips = 200 if is_thorough() else 2
     for world in worlds(name):
         for missed in run(
             world, flipped_in_microbatches, WRAPS[name], accumulates, flips, name, is_whole=name == "NO_SHARD"
@@ -248,7 +248,7 @@ def flipped_at_rest(rank: int, world: int, wrap: Any, flips: int, seed: str = ""
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_flipped_at_rest(run: Run, name: str) -> None:
-    flips = 200 if is_thorough() else 4
+    flips = 200 if is_thorough() else 3
     for world in worlds(name):
         for missed in run(world, flipped_at_rest, WRAPS[name], flips, name):
             assert not missed
