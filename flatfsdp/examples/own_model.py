@@ -39,7 +39,7 @@ def make_model() -> nn.Module:
     return SumPredictor()
 
 
-def make_data(count: int = 4000, seed: int = 0) -> list[dict[str, Tensor]]:
+def make_data(count: int = 2000, seed: int = 0) -> list[dict[str, Tensor]]:
     """Samples for a `CausalLM`, which predicts the next number."""
     numbers = torch.randint(MODULUS, (count, 2), generator=torch.Generator().manual_seed(seed))
     while numbers.shape[1] < LENGTH:
