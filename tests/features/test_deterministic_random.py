@@ -4,12 +4,14 @@ optimizer states of one rank."""
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
 import flatfsdp
+from flatfsdp.engine.cpu.groups import over_gloo
 from tests.conftest import Run
 from tests.features.test_deterministic_sums import BF16, WRAPS, Net, batch, clip, contents, unsynchronized, wrapped
 from tests.harness.thorough import seeds
@@ -38,9 +40,7 @@ def play(rank: int, world: int, seed: int) -> Found:
         }
     kind = here.choice([*ways])
     messages = world > 1 and here.random() < 0.3
-    if messages:
-        flatfsdp.share_host_memory(False)
-    try:
+    with over_gloo() if messages else nullcontext():
         model = ways[kind](net, **({"mixed_precision": BF16} if bf16 else {}))
         optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
         found = []
@@ -66,9 +66,6 @@ def play(rank: int, world: int, seed: int) -> Found:
             optimizer.zero_grad()
             found.append(contents(model, optimizer))
         return found
-    finally:
-        if messages:
-            flatfsdp.share_host_memory(True)
 
 
 def difference(found: Found, expected: Found) -> str:

@@ -23,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import flatfsdp
 import flatfsdp.checkpoint
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from flatfsdp.engine.cpu.groups import over_gloo
 from flatfsdp.engine.features import exact_sums
 from flatfsdp.layout import Grain, Preferred, Rows
 from tests.conftest import Run
-from tests.harness import thorough
+from tests.harness import inspect, thorough
 from tests.harness.meshes import named_mesh, shared_mesh
 
 pytestmark = pytest.mark.distributed
@@ -369,12 +370,13 @@ def test_bf16_and_recomputation(run: Run, wrap: Any, accumulates: bool) -> None:
 
 
 def through_messages(rank: int, world: int, *args: Any, play: Callable[..., str] = train, **kwargs: Any) -> str:
-    """`play` without shared memory."""
-    flatfsdp.share_host_memory(False)
-    try:
-        return play(rank, world, *args, **kwargs)
-    finally:
-        flatfsdp.share_host_memory(True)
+    """`play` without shared memory, which these ranks may have used before."""
+    before = inspect.issued_by_group()
+    with over_gloo():
+        found = play(rank, world, *args, **kwargs)
+    issued = {*inspect.issued_by_group().items()} - {*before.items()}
+    assert not issued, f"exchanged through shared memory: {issued}"
+    return found
 
 
 @pytest.mark.parametrize("name", ["originals", "NO_SHARD", "fully_shard"])
