@@ -44,7 +44,7 @@ from tests.fully_shard.test_beside_torchs import (
 )
 from tests.fully_shard.test_copies import saved, step
 from tests.fully_shard.test_features import PROGRAMS, plainly
-from tests.harness import inspect, tensor_parallel
+from tests.harness import inspect, tensor_parallel, thorough
 from tests.harness.gather_hooks import AsBfloat16, AsInt8, Gathered, extend
 from tests.harness.inner_tensors import Columns
 from tests.harness.meshes import named_mesh
@@ -67,7 +67,7 @@ def net(kind: Any, case: Case = ROWS) -> Net:
     return model
 
 
-def compared(one: Any, two: Any, case: Case, rank: int, steps: int = 3) -> list[str]:
+def compared(one: Any, two: Any, case: Case, rank: int, steps: int = thorough.steps()) -> list[str]:
     found = differences(one, two)
     for number, (a, b) in enumerate(zip(train(one, case, rank, steps), train(two, case, rank, steps), strict=True)):
         if not same(a, b, case):
@@ -129,7 +129,7 @@ def under_tensor_parallelism(rank: int, world: int, shape: tuple[int, ...], kind
         package.fully_shard(made, mesh=mesh["dp"])
         optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
         losses.append([])
-        for number in range(3):
+        for number in range(thorough.steps()):
             losses[-1].append(tensor_parallel.step_ours(made, shape, number))
             optimizer.step()
             optimizer.zero_grad()

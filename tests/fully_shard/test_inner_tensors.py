@@ -30,11 +30,10 @@ from flatfsdp import FullyShardedDataParallel as FSDP
 from flatfsdp import checkpoint
 from flatfsdp.errors import FlatFSDPError
 from tests.conftest import Run
-from tests.harness import inspect
+from tests.harness import inspect, thorough
 from tests.harness.gather_hooks import Gathered, Halving, extend
 from tests.harness.inner_tensors import Blocks, Columns, Net, OfThree, Pair, PairOfColumns, Rounded, Stored, Unnamed
 from tests.harness.meshes import adamw, named_mesh
-from tests.harness.thorough import some
 
 pytestmark = pytest.mark.distributed
 
@@ -116,7 +115,9 @@ def optimizer_of(model: Any, case: Case) -> torch.optim.Optimizer:
     return adamw(trained)
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, case: Case, rank: int, steps: int = 3) -> list[Any]:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, case: Case, rank: int, steps: int = thorough.steps()
+) -> list[Any]:
     """Losses, gradients and the optimizer's state."""
     seen: list[Any] = []
     generator = torch.Generator().manual_seed(17 + rank)
@@ -134,7 +135,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, case: Case, rank: int, s
     return seen
 
 
-def compared(one: Any, two: Any, case: Case, rank: int, steps: int = 3) -> list[str]:
+def compared(one: Any, two: Any, case: Case, rank: int, steps: int = thorough.steps()) -> list[str]:
     found = differences(one, two)
     both = [train(each, optimizer_of(each, case), case, rank, steps) for each in (one, two)]
     if len(both[0]) != len(both[1]):
@@ -167,7 +168,7 @@ KINDS = (Pair, Rounded, Blocks, Unnamed, *BY_COLUMNS)
 EACH = ("no-reshard", "bf16-accumulated")  # of every kind; the others in turn
 PAIRS = [
     *((kind, name) for kind in KINDS for name in EACH),
-    *some([(kind, name) for kind in KINDS for name in CASES if name not in (*EACH, "uneven")], 3),
+    *thorough.some([(kind, name) for kind in KINDS for name in CASES if name not in (*EACH, "uneven")], 3),
     *((kind, "uneven") for kind in UNEVEN),
 ]
 
@@ -266,7 +267,7 @@ def kept_and_restored(rank: int, world: int, kind: Any, folder: str) -> list[str
     return found
 
 
-@pytest.mark.parametrize("kind", [Pair, Rounded, Blocks, *some(BY_COLUMNS, 2)])
+@pytest.mark.parametrize("kind", [Pair, Rounded, Blocks, *thorough.some(BY_COLUMNS, 2)])
 def test_kept_and_restored(kind: Any, pool2: Run, tmp_path: Path) -> None:
     assert not [each for found in pool2(kept_and_restored, kind, str(tmp_path)) for each in found]
 

@@ -55,7 +55,7 @@ def made(package: Any, case: Case, **options: Any) -> tuple[Any, Any, tuple[str,
     return net, mesh, dp
 
 
-def story(package: Any, case: Case, steps: int = 3, **options: Any) -> tuple[Any, list[Any]]:
+def story(package: Any, case: Case, steps: int = thorough.steps(), **options: Any) -> tuple[Any, list[Any]]:
     net, mesh, dp = made(package, case, **options)
     optimizer = adamw(net.parameters())
     seen: list[Any] = []

@@ -64,7 +64,7 @@ def norm_of(model: nn.Module) -> torch.Tensor:
 
 
 def beside(rank: int, world: int, shape: tuple[int, ...], sequence: bool, bound: float = 0.0, **how: Any) -> list[str]:
-    steps = 3
+    steps = thorough.steps()
     stories: list[tuple[Any, list[Any]]] = []
     for package in (flatfsdp, theirs):
         model = made(package, shape, sequence=sequence, **how)
@@ -110,7 +110,7 @@ def _unlike_one(shape: tuple[int, ...]) -> list[str]:
     model, one = made(flatfsdp, shape, sequence=True, shard_placement_fn=columns), seeded()
     optimizers = [adamw(each.parameters()) for each in (model, one)]
     lines = []
-    for step in range(3):
+    for step in range(thorough.steps()):
         found, expected = step_ours(model, shape, step), step_one(one, shape, step)
         if abs(found - expected) > 2e-6:
             lines.append(f"step {step}: loss {found}, expected {expected}")
@@ -244,7 +244,7 @@ def test_checkpoints_of_columns(pool4: Run, tmp_path: Path) -> None:
 def copied(rank: int, world: int, choose: Any) -> list[str]:
     """Copies train alike, and so does a model from the meta device that is assigned their values. Pickles are
     refused."""
-    shape, steps = (2, 2), range(3)
+    shape, steps = (2, 2), range(thorough.steps())
     mesh = mesh_of(*shape)
     model = made(flatfsdp, shape, sequence=True, shard_placement_fn=choose)
     optimizer = adamw(model.parameters())
