@@ -337,7 +337,7 @@ def several(rank: int, world: int, front: str, seed: int) -> list[tuple[float, f
     return losses
 
 
-@pytest.mark.parametrize(("front", "seed"), spread(FRONTS, seeds(4, 60)))
+@pytest.mark.parametrize(("front", "seed"), spread(FRONTS, seeds(2, 60)))
 def test_several_models_whose_units_call_themselves_are_as_in_one_process(pool2: Run, seed: int, front: str) -> None:
     for losses in pool2(several, front, seed):
         for found, expected in losses:
@@ -358,7 +358,7 @@ def in_drawn_structures(rank: int, world: int, front: str, seed: int) -> tuple[s
     return str(caught.value), time.monotonic() - began
 
 
-@pytest.mark.parametrize(("front", "seed"), spread(FRONTS, seeds(4, 60)))
+@pytest.mark.parametrize(("front", "seed"), spread(FRONTS, seeds(2, 60)))
 def test_units_that_call_themselves_in_another_structure_end_in_words(pool3: Run, seed: int, front: str) -> None:
     results = pool3(in_drawn_structures, front, seed)
     assert len({message for message, _ in results}) == 1

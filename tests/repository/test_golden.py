@@ -16,7 +16,7 @@ from tests.harness.thorough import is_thorough
 
 pytestmark = pytest.mark.single_process
 
-FEW = 75  # in every run; all with --thorough
+FEW = 40  # in every run; all with --thorough
 
 
 @pytest.mark.parametrize(

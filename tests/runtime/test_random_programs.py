@@ -1193,13 +1193,13 @@ def _play_late(rank: int, world: int, seed: int) -> list[str]:
         return _play(rank, world, seed)
 
 
-@pytest.mark.parametrize("seed", seeds(2, 100))
+@pytest.mark.parametrize("seed", seeds(1, 100))
 def test_so_they_do_where_ranks_are_late_at_hand_shakes(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_late, seed, timeout=60) == [[]] * world_of(seed)
 
 
 # Shared memory is the default.
-@pytest.mark.parametrize("seed", seeds(2, 200))
+@pytest.mark.parametrize("seed", seeds(1, 200))
 def test_so_they_do_over_gloo(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_over_gloo, seed, timeout=60) == [[]] * world_of(seed)
 
@@ -1209,6 +1209,6 @@ def _play_showing(rank: int, world: int, seed: int) -> list[str]:
 
 
 # 58: a unit left by a forward without a backward, freed by the user, is being gathered as the next forward begins.
-@pytest.mark.parametrize("seed", sorted({*seeds(3, 100), 58}))
+@pytest.mark.parametrize("seed", sorted({*seeds(1, 100), 58}))
 def test_so_they_do_where_users_show_parameters_again_and_again(run: Run, seed: int) -> None:
     assert run(world_of(seed), _play_showing, seed, timeout=60) == [[]] * world_of(seed)
