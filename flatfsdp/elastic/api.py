@@ -59,7 +59,7 @@ def regroup(
     Parameters stay the same objects, so that the optimizer, its param groups and schedulers stay valid. Shards, the
     states of the optimizer and buffers have the values that a checkpoint would have given them, bit for bit. Each
     element is sent once to each rank that needs it and lacks it; beside the old and the new shards, a rank needs memory
-    for messages of 16 MiB. Collective over `over`.
+    for messages only if these go through another device. Collective over `over`.
 
     Args:
         model: the outermost module of a model (`FullyShardedDataParallel`, or sharded by `fully_shard`).

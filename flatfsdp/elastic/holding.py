@@ -19,9 +19,8 @@ from torch import nn
 
 from ..engine.base.fqns import clean, fqn
 from ..engine.base.plain_data import decode
-from ..engine.flat.layout_views import dense
+from ..engine.flat.layout_views import dense, stored_in_order
 from ..engine.guards.optimizer_hooks import wholes_of
-from ..engine.layout.layout import ParamSpec
 from ..engine.models.walks import units_in
 from ..engine.state.named_param import NamedParam, named_state, refuse_rows_of_their_class
 from ..engine.state.optim.descriptions import KeptWhole, value_of
@@ -221,17 +220,9 @@ def _cut(param: OptimizedParam, state: str, value: torch.Tensor) -> Iterator[tup
             continue
         local = handle.face.elements_in(named.index, value)
         if local.dim() != 1:  # the rank has all of it
-            spec = named.spec
-            ordered = local.is_contiguous() if spec.stride is None else local.stride() == spec.stride
-            local = dense(local) if ordered else _in_order(spec, local)
+            stride = named.spec.stride
+            local = dense(local.contiguous() if stride is None else stored_in_order(local, stride))
         yield interval(named, state, span.start, local)
-
-
-def _in_order(spec: ParamSpec, value: torch.Tensor) -> torch.Tensor:
-    stride = spec.stride
-    if stride is None:
-        return value.contiguous().view(-1)
-    return dense(torch.empty_strided(spec.shape, stride, dtype=value.dtype, device=value.device).copy_(value))
 
 
 def interval(named: NamedParam, state: str, start: int, local: torch.Tensor) -> tuple[Entry, torch.Tensor]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.base.foreign_text import parse
-from ..engine.base.plain_data import bytes_of, decode, encode
+from ..engine.base.plain_data import decode, encode
 from ..engine.cpu.collectives import waits_early_if_large
 from ..engine.models import introduction
 from ..engine.models.walks import units_in
@@ -35,10 +35,9 @@ from ..engine.runtime.model import model_of
 from ..engine.state.optim.param_map import ParamMap, groups_of
 from ..engine.watchdog.store import StoreClient, launcher_serves_it
 from ..errors import UsageError
-from ..messages import gather_bytes
 from . import own_state
 from .beginning import tcp_store
-from .exchange import ParityRanks
+from .exchange import EpochRanks
 from .job import Job
 
 TO_JOIN: dict[Any, str] = {}  # the default process group that `start` has made of this process alone: the job's name
@@ -173,22 +172,15 @@ def facts_of(
     return plain
 
 
-def shared_state(own: bytes, members: Sequence[int], ranks: ParityRanks, number: int) -> Mapping[str, Any]:
+def shared_state(own: bytes, members: Sequence[int], ranks: EpochRanks, number: int) -> Mapping[str, Any]:
     """The state of this rank besides model and optimizer: its `own`, encoded, or, if it has none, since it joins with
     that `number`, one made from those of `members`, the ranks that have their own. [Note: states of one that joins].
-    Collective over all ranks."""
-    rank, first, mine = dist.get_rank(), members[0], decode(own) if own else {}
-    if len(members) == dist.get_world_size():
-        return mine
-    found = [decode(each) for each in gather_bytes(encode((own_state.digests(mine), len(own))), ranks.all)]
-    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8) if rank == first else None
-    going = {to: sent for to in range(len(found)) if to not in members and sent is not None}
-    arrived = ranks.send_parts(going, {} if own else {first: found[first][1]})
-    if own:
-        return mine
-    kinds = found[first][0]
-    alike = {kind for kind in kinds if all(found[each][0].get(kind) == kinds[kind] for each in members)}
-    return own_state.of_new_member(decode(bytes(bytes_of(arrived[first]))), alike, number)
+    Called by all ranks."""
+    new = [rank for rank in range(dist.get_world_size()) if rank not in members]
+    state = decode(own) if own else {}
+    sent = encode((state if dist.get_rank() == members[0] else {}, state.get("numbers")))
+    found = [decode(each) for each in ranks.send(sent, new if own else (), () if own else members).values()]
+    return state or own_state.of_new_member(found[0][0], [numbers for _, numbers in found], number)
 
 
 def _store_outside(store: Any, wait: float) -> Any:

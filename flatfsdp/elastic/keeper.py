@@ -7,13 +7,14 @@ their machines. So the memory of a version is used again only when a later one i
 ends in a small all-reduce over all of them. At any time one version is complete on all: a rank that looks for it sees
 that one in the blocks of others, too, since none begins the second next before this rank has completed the next.
 
-A parity is made in *rounds*, which limit the memory for what arrives: in each, members of a group exchange at most
-`ROUND` bytes with each other, and add them up. The facts of a block, which are small, each member has of each other.
+A parity is made in *rounds*, which limit the memory for what arrives: in each, members of a group send at most `ROUND`
+bytes to each other, and add them up. A lost block comes back in the same way: the others add up what they kept, once
+more, and what they had. The facts of a block, which are small, each member has of each other.
 
 Per rank, for a block of n bytes:
 
 - on one machine: memory 2 n; per refresh a copy of n bytes, and nothing is sent;
-- on several, in a group of g: 2 n / (g - 1) more memory, and 2 (g - 1) `ROUND` during a refresh; per refresh n bytes
+- on several, in a group of g: 2 n / (g - 1) more memory, and (g - 1) `ROUND` during a refresh; per refresh n bytes
   sent, and n received, too. [Note: parity]
 """
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from ..engine.base.plain_data import decode, encode
 from ..errors import InternalError, LostRankError, ranks_in_words
-from .exchange import ParityRanks
+from .exchange import EpochRanks
 from .holding import Facts, Holding
 from .machines import Machines, lost_with_machine, meet
 from .parity import Parity, parity_groups
@@ -87,15 +88,12 @@ class Keeper:
         self._versions = [Version(block) for block in blocks]
 
     @classmethod
-    def of_epoch(cls, epoch: int, ranks: ParityRanks, size: int, alike: Alike) -> Keeper:
+    def of_epoch(cls, epoch: int, ranks: EpochRanks, size: int, alike: Alike) -> Keeper:
         """Memory for versions, and groups of `size` where there are no ranks `alike`. Collective over `ranks`."""
         blocks = Block(), Block()
         machines = meet(blocks, ranks.all)
         groups = () if alike else parity_groups(machines.nodes, size)
-        made = cls(dist.get_rank(ranks.all), blocks, machines, groups=groups, alike=alike, epoch=epoch)
-        if groups:
-            ranks.divide(made.members)
-        return made
+        return cls(dist.get_rank(ranks.all), blocks, machines, groups=groups, alike=alike, epoch=epoch)
 
     def begin(self, number: int, holding: Holding, facts: bytes, own: bytes = b"") -> Version:
         """Copy a new version into the memory of the older one: `holding` with its `facts`, encoded, and what else this
@@ -111,17 +109,23 @@ class Keeper:
         oldest.block.set_whole(number)
         return oldest
 
-    def complete(self, version: Version, ranks: ParityRanks) -> bool:
+    def complete(self, version: Version, ranks: EpochRanks) -> bool:
         """Make the parity of `version`; returns whether processes wait to join. Collective over all ranks; may run in a
         thread of its own."""
-        if self.groups:
+        others = {place: rank for place, rank in enumerate(self.members) if place != self.place}
+        if others:
             block = version.block
-            found = [decode(each) for each in ranks.meet(encode((version.number, block.nbytes, block.tail)))]
+            own = encode((version.number, block.nbytes, block.tail))
+            received = ranks.send(own, others.values(), others.values())
+            found = [decode(received.get(rank, own)) for rank in self.members]
             if len(numbers := {number for number, _, _ in found}) > 1:
                 raise InternalError(f"members of a parity group refresh different steps: {numbers}")
             version.sizes = tuple(size for _, size, _ in found)
             version.facts = tuple(facts for _, _, facts in found)
-            _add_up(version, self.place, ranks)
+            longest = max(Parity(version.sizes).chunk_sizes)
+            if version.parity.numel() < longest:
+                version.parity = torch.empty(longest, dtype=torch.uint8)
+            self._add_up(version, version.parity.zero_(), others, ranks)
         version.complete = True
         return ranks.finish()
 
@@ -153,10 +157,10 @@ class Keeper:
             )
 
     def brought(
-        self, number: int, lost: Collection[int], rank_of: Mapping[int, int], ranks: ParityRanks
+        self, number: int, lost: Collection[int], rank_of: Mapping[int, int], ranks: EpochRanks
     ) -> list[Holding]:
         """The holdings that this rank has of the version of that number: its own block, those that `lost` ranks of its
-        machine have left, and its part of one that was lost with its machine. Collective.
+        machine have left, and its part of one that was lost with its machine. Called by all ranks that are left.
 
         `rank_of`: of the ranks that are left, what they are now.
         """
@@ -171,25 +175,32 @@ class Keeper:
         return whole + self._rebuilt(version, lost_with_machine(self._nodes, lost), rank_of, ranks)
 
     def _rebuilt(
-        self, version: Version, lost: Collection[int], rank_of: Mapping[int, int], ranks: ParityRanks
+        self, version: Version, lost: Collection[int], rank_of: Mapping[int, int], ranks: EpochRanks
     ) -> list[Holding]:
-        """This rank's part of the block of a lost member, from its parity and bytes of the other members. Collective
-        over all ranks."""
+        """This rank's part of the block of a lost member, from its parity and the blocks of the other members."""
         gone = next((place for place, rank in enumerate(self.members) if rank in lost), None)
         if gone is None:
-            ranks.send_parts({}, {})
             return []
-        scheme, sent, awaited = Parity(version.sizes), {}, {}
-        for place, rank in enumerate(self.members):
-            if place not in (gone, self.place):
-                sent[rank_of[rank]] = version.block.memory[scheme.needed(gone, place)[self.place].slice]
-                awaited[rank_of[rank]] = scheme.needed(gone, self.place)[place].numel
-        kept = scheme.kept(gone, self.place)
-        data = version.parity[: kept.numel].clone()
-        for part in ranks.send_parts(sent, awaited).values():
-            into = data[: part.numel()]
-            torch.bitwise_xor(into, part, out=into)
+        others = {place: rank_of[rank] for place, rank in enumerate(self.members) if place not in (gone, self.place)}
+        data = version.parity.clone()
+        self._add_up(version, data, others, ranks)
+        kept = Parity(version.sizes).kept(gone, self.place)
         return [Facts.decoded(version.facts[gone]).part(kept.start, kept.stop, data)]
+
+    def _add_up(self, version: Version, total: torch.Tensor, others: Mapping[int, int], ranks: EpochRanks) -> None:
+        """Add to `total` what this rank keeps of the blocks of `others`, given by the place of each its present rank,
+        and let these have theirs of this one's. Called by all of these."""
+        scheme = Parity(version.sizes)
+        going = {rank: version.block.memory[scheme.kept(self.place, place).slice] for place, rank in others.items()}
+        sizes = {rank: scheme.kept(place, self.place).numel for place, rank in others.items()}
+        for start in range(0, max(scheme.chunk_sizes), ROUND):
+            arriving = {
+                rank: torch.empty(max(0, min(size - start, ROUND)), dtype=torch.uint8) for rank, size in sizes.items()
+            }
+            ranks.swap({rank: chunk[start : start + ROUND] for rank, chunk in going.items()}, arriving)
+            for part in arriving.values():
+                into = total[start : start + part.numel()]
+                torch.bitwise_xor(into, part, out=into)
 
 
 def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:
@@ -198,30 +209,3 @@ def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:
     sends `state` bytes at a refresh. Replicas have no parity."""
     groups = parity_groups([rank * machines // ranks for rank in range(ranks)], group)
     return 2 * state + sum(-(-2 * state // (len(each) - 1)) for each in groups[:1])
-
-
-def _add_up(version: Version, place: int, ranks: ParityRanks) -> None:
-    """Fill the parity of `version`, whose sizes are known, in rounds. Collective over the group."""
-    scheme, others = Parity(version.sizes), len(version.sizes) - 1
-    longest = max(scheme.chunk_sizes)
-    if version.parity.numel() < longest:
-        version.parity = torch.empty(longest, dtype=torch.uint8)
-    rows = version.block.rows(others, scheme.chunk_sizes[place])
-    for start in range(0, longest, ROUND):
-        size = min(ROUND, longest - start)
-        sent = rows[:, start : start + size]
-        if sent.shape[1] < size:  # this block is shorter than another
-            padded = torch.zeros(others, size, dtype=torch.uint8)
-            padded[:, : sent.shape[1]] = sent
-            sent = padded
-        total = version.parity[start : start + size]
-        if others == 1:
-            ranks.exchange(total.view(1, size), sent)
-            continue
-        arrived = torch.empty(others, size, dtype=torch.uint8)
-        ranks.exchange(arrived, sent.contiguous())
-        terms = arrived.view(torch.int64)  # chunks, and rounds, are multiples of 8 bytes
-        total = total.view(torch.int64)
-        torch.bitwise_xor(terms[0], terms[1], out=total)
-        for term in terms[2:]:
-            torch.bitwise_xor(total, term, out=total)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,52 +29,55 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-def take(things: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The states of `things`, and of the generators of random numbers: Python's, torch's, numpy's if it is in use."""
-    state: dict[str, Any] = {"things": {name: each.state_dict() for name, each in things.items()}}
-    state["python"], state["torch"] = random.getstate(), torch.get_rng_state()
+class Generator(NamedTuple):
+    """One of random numbers."""
+
+    state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+
+def generators() -> dict[str, Generator]:
+    """Those of this process: Python's, torch's, numpy's if it is in use."""
+    found = {
+        "python": Generator(random.getstate, random.setstate, random.seed),
+        "torch": Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
+    }
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, words, *rest = numpy.random.get_state()
-        state["numpy"] = kind, words.tolist(), *rest
+
+        def state_of_numpy() -> tuple[Any, ...]:
+            kind, words, *rest = numpy.random.get_state()
+            return kind, words.tolist(), *rest
+
+        found["numpy"] = Generator(state_of_numpy, numpy.random.set_state, numpy.random.seed)
     if (device := accelerator()) is not None:
-        state["accelerator"] = torch.get_device_module(device).get_rng_state()
-    return state
+        module = torch.get_device_module(device)
+        found["accelerator"] = Generator(module.get_rng_state, module.set_rng_state, module.manual_seed)
+    return found
+
+
+def take(things: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The states of `things`, and of the generators."""
+    states = {name: each.state_dict() for name, each in things.items()}
+    return {"things": states, "numbers": {name: each.state() for name, each in generators().items()}, "seeds": {}}
 
 
 def give(things: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
-    """Load what `take` has returned."""
+    """Load what `take` has returned, or `of_new_member`."""
     for name, each in things.items():
         each.load_state_dict(state["things"][name])
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        kind, words, *rest = state["numpy"]
-        numpy = sys.modules["numpy"]
-        numpy.random.set_state((kind, numpy.array(words, dtype="uint32"), *rest))
-    if "accelerator" in state and (device := accelerator()) is not None:
-        torch.get_device_module(device).set_rng_state(state["accelerator"])
+    for name, generator in generators().items():
+        if name in state["seeds"]:
+            generator.seed(state["seeds"][name])
+        elif name in state["numbers"]:
+            generator.set_state(state["numbers"][name])
 
 
-GENERATORS = frozenset({"python", "torch", "numpy", "accelerator"})
-
-
-def digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of the state of each generator in what `take` has returned."""
-    return {name: hashlib.sha256(encode(state[name])).hexdigest() for name in sorted(GENERATORS & state.keys())}
-
-
-def of_new_member(state: Mapping[str, Any], alike: Set[str], number: int) -> dict[str, Any]:
-    """The state of a process that joins with this number, from that of the first member; the generators `alike` have
-    one state on all members. [Note: states of one that joins]"""
-    made = dict(state)
-    for name in GENERATORS & state.keys() - alike:
-        seed = int.from_bytes(hashlib.sha256(encode((state[name], number))).digest()[:4], "little")
-        if name == "python":
-            made[name] = random.Random(seed).getstate()
-        elif name == "numpy":
-            kind, words, *rest = sys.modules["numpy"].random.RandomState(seed).get_state()
-            made[name] = kind, words.tolist(), *rest
-        else:
-            device = accelerator() if name == "accelerator" else "cpu"
-            made[name] = torch.Generator(device or "cpu").manual_seed(seed).get_state()
-    return made
+def of_new_member(first: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    """The state of a process that joins with this number, from that of the first member, and the `numbers` in those of
+    all. [Note: states of one that joins]"""
+    seeds = {}
+    for name, own in first["numbers"].items():
+        if len({encode(each.get(name)) for each in numbers}) > 1:
+            seeds[name] = int.from_bytes(hashlib.sha256(encode((own, number))).digest()[:4], "little")
+    return {**first, "seeds": seeds}

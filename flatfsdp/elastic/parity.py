@@ -4,14 +4,14 @@
 state as bytes. A block is cut into g - 1 *chunks*, one for each other member, and each member keeps, as its *parity*,
 the exclusive or of the chunks that are its own to keep: one of each other block. So no member keeps anything of its own
 block, and if one is lost, each other member finds the chunk that it keeps of the lost block: its parity without the
-chunks that the others still have. With two members that is a copy. If two members of one group are lost, their bytes
-are gone.
+chunks that the others still have, which these send once more. With two members that is a copy. If two members of one
+group are lost, their bytes are gone.
 
 Per rank, with blocks of `n` bytes on all members:
 
 - memory: n / (g - 1) for a parity, beside the blocks themselves;
 - sent, and received, to make it: n, whatever the size of the group;
-- sent, and received, to rebuild a lost block: at most n / (g - 1) for each other survivor, (g - 2) n / (g - 1) in all.
+- sent, and received, to rebuild a lost block: n / (g - 1) for each other survivor, (g - 2) n / (g - 1) in all.
 
 Blocks may have different sizes: chunks are as long as their own block needs, and are added up as if zeros followed.
 """
@@ -89,14 +89,3 @@ class Parity:
         chunk = keeper if keeper < member else keeper - 1
         size, whole = self.chunk_sizes[member], self.sizes[member]
         return Span(min(chunk * size, whole), min((chunk + 1) * size, whole))
-
-    def needed(self, lost: int, keeper: int) -> dict[int, Span]:
-        """The bytes of other survivors' blocks that `keeper` needs to rebuild its part of the block of `lost`: not more
-        of each than that part has."""
-        limit = self.kept(lost, keeper).numel
-        needs = {}
-        for member in range(self.members):
-            if member not in (lost, keeper):
-                kept = self.kept(member, keeper)
-                needs[member] = Span(kept.start, min(kept.stop, kept.start + limit))
-        return needs

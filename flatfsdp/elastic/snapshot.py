@@ -33,7 +33,7 @@ class Block:
 
     Attributes:
         descriptor: of its file.
-        memory: uint8, all of it: zeros follow the block.
+        memory: uint8, all of it; the block is at its beginning.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -93,7 +93,6 @@ class Block:
             _torch.foreach_copy_(self._views_of(tensors, offsets), [each.detach() for each in tensors])
         if tail:
             self.memory[state : state + len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
-        self.memory[state + len(tail) : self.nbytes].zero_()
         self._words[_STATE], self._words[_TAIL] = state, len(tail)
 
     def _reserve(self, size: int) -> None:
@@ -119,9 +118,3 @@ class Block:
             ]
             self._views_for = described
         return self._views
-
-    def rows(self, count: int, size: int) -> torch.Tensor:
-        """The block as `count` chunks of `size` bytes: shape (count, size), uint8; zeros follow the block."""
-        if count * size > self.memory.numel():
-            self._reserve(count * size)
-        return self.memory[: count * size].view(count, size)

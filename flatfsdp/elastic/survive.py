@@ -49,8 +49,7 @@ from . import connections, joining, own_state
 from .api import NoValuesError, regroup
 from .beginning import base_of, checked, own_host
 from .connections import Connection
-from .exchange import ParityRanks
-from .holding import Holding
+from .exchange import EpochRanks
 from .inventory import Inventory
 from .job import Job
 from .keeper import Keeper
@@ -329,15 +328,11 @@ class Survival:
         with self._switching:
             self._watch = watch
         self._check_losses()
-        self._ranks = ParityRanks(self._joining)
+        self._ranks = EpochRanks(self._joining)
         self._publish_connections()  # so that others can break waits of this epoch
         self._ranks.finish()  # all addresses are there
         self._neighbors.connect(numbers, self._addresses())
-        kept = Keeper.of_epoch(self._job.epoch, self._ranks, self._group, self._replicas.alike)
-        if kept.groups:
-            self._publish_connections()  # of these, too
-            self._ranks.finish()
-        self._kept.append(kept)
+        self._kept.append(Keeper.of_epoch(self._job.epoch, self._ranks, self._group, self._replicas.alike))
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -551,11 +546,7 @@ class Survival:
         self._make_groups(self._job.members)
         self._replicas.move_to(len(self._job.members))
         self._meet(self._job.members)
-        holdings: list[Holding] = []
-        if kept is None:
-            self._ranks.send_parts({}, {})  # as in `brought` of the others
-        else:
-            holdings = kept.brought(number, lost, rank_of, self._ranks)
+        holdings = [] if kept is None else kept.brought(number, lost, rank_of, self._ranks)
         own = b"" if kept is None else kept.version(number).own
         state = joining.shared_state(own, sorted(rank_of.values()), self._ranks, self._job.own)
         self._inventory.forget()  # the old shards go

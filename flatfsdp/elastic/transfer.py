@@ -2,13 +2,13 @@
 
 [Note: transfers] A rank takes what it has itself. Every other element that it needs comes from one of the ranks that
 have it: the one that has sent the least so far. So the traffic is the sum, over all ranks, of what they need and lack.
-It goes in rounds, in which no rank sends or receives more than `LARGEST` bytes: that is all memory it takes.
+It takes no memory but the old and the new shards, unless messages go through the memory of another device. [Note:
+exchanges]
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -16,12 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..engine.base.wait_limits import blocked
 from ..engine.watchdog.regions import expecting
 from ..errors import UsageError
+from .exchange import swap
 from .holding import KEPT, OWN, Entry, Facts, Holding
-
-LARGEST = 2**24  # bytes that a rank sends, or receives, in one round
 
 
 class Move(NamedTuple):
@@ -84,8 +82,9 @@ def assign(
                 first = bisect_left(among, its.start - longest[key], key=_start)
                 last = bisect_left(among, its.stop, key=_start)
                 near = [each for each in among[first:last] if each.entry.stop > its.start]
-                choose = _whole_of if its.kind == OWN else _pieces_of
-                for source, start, end in choose(its, state, near, receiver, sent):
+                if its.kind == OWN:  # those of ranks may differ, so all elements come from one
+                    near = [each for each in near if each.entry.numel == its.numel]
+                for source, start, end in _pieces_of(its, state, near, receiver, sent):
                     _check(its, source.entry, receiver)
                     made = Move(source.rank, source.holding, source.number, receiver, source.entry, start, end - start)
                     moves.append(made)
@@ -116,21 +115,10 @@ def _pieces_of(
                     f"regroup(): element {at} of {what}, of shape {want.shape}, is on no rank: the ranks that take "
                     "part must have all of the model between them, or bring holdings that do"
                 )
-            chosen = min(others, key=lambda each: (sent[each.rank], each.rank))
+            chosen = min(others, key=lambda each: (want.kind != OWN and sent[each.rank], each.rank))
             end = min([stop, chosen.entry.stop, *(start for each in own if (start := each.entry.start) > at)])
         yield chosen, at, end
         at = end
-
-
-def _whole_of(
-    want: Entry, state: str, sources: Sequence[_Source], receiver: int, sent: Sequence[int]
-) -> Iterable[tuple[_Source, int, int]]:
-    complete = [each for each in sources if each.entry.numel == want.numel]
-    if want.numel and not complete:
-        raise UsageError(f"regroup(): no rank has all of {want.name!r}, which each rank has whole")
-    if want.numel:
-        chosen = min(complete, key=lambda each: (each.rank != receiver, each.rank))
-        yield chosen, 0, want.numel
 
 
 def _check(want: Entry, entry: Entry, receiver: int) -> None:
@@ -146,45 +134,17 @@ def _stride(stride: tuple[int, ...] | None) -> str:
     return "" if stride is None else f" with strides {stride}"
 
 
-def rounds(moves: Iterable[Move], most: int) -> list[list[Move]]:
-    """The moves between different ranks, cut and dealt out to rounds: in each, no rank sends or receives more than
-    `most` bytes."""
-    going: defaultdict[tuple[int, int], int] = defaultdict(int)  # bytes by rank and round
-    coming: defaultdict[tuple[int, int], int] = defaultdict(int)
-    begun: defaultdict[tuple[str, int], int] = defaultdict(int)  # the rounds before are full
-    made: list[list[Move]] = []
-    for move in moves:
-        if move.sender == move.receiver:
-            continue
-        step = max(1, most // (4 * move.entry.dtype.itemsize))  # pieces that fill rounds well
-        for start in range(move.start, move.start + move.numel, step):
-            piece = move._replace(start=start, numel=min(step, move.start + move.numel - start))
-            at = max(begun["from", piece.sender], begun["to", piece.receiver])
-            while going[piece.sender, at] + piece.nbytes > most or coming[piece.receiver, at] + piece.nbytes > most:
-                at += 1
-            going[piece.sender, at] += piece.nbytes
-            coming[piece.receiver, at] += piece.nbytes
-            for kind, rank, load in (("from", piece.sender, going), ("to", piece.receiver, coming)):
-                while load[rank, begun[kind, rank]] >= most:
-                    begun[kind, rank] += 1
-            made += [[] for _ in range(at + 1 - len(made))]
-            made[at].append(piece)
-    return made
-
-
 class Moved(NamedTuple):
-    """The bytes that one rank has sent and received, and in how many rounds.
+    """The bytes that one rank has sent and received.
 
     Attributes:
         sent, received: to and from other ranks.
         kept: what it had itself.
-        rounds: of messages.
     """
 
     sent: int = 0
     received: int = 0
     kept: int = 0
-    rounds: int = 0
 
 
 @torch.no_grad()
@@ -195,43 +155,33 @@ def transfer(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Moved:
-    """Carry out the moves of this rank, by messages from memory of `device`. `target_of`: 1-D memory for elements of a
-    tensor, and the first of these. Collective over `group`, an all-to-all in each round."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    """Carry out the moves of this rank, by messages between memory of `device`. `target_of`: 1-D memory for elements of
+    a tensor, and the first of these. Called by all ranks of `group`."""
+    rank = dist.get_rank(group)
+
+    def here(move: Move) -> torch.Tensor:
+        return holdings[move.holding].tensors[move.number].narrow(0, move.start - move.entry.start, move.numel)
 
     def there(move: Move) -> torch.Tensor:
         memory, first = target_of(move.entry)
         return memory.narrow(0, move.start - first, move.numel)
 
-    def here(move: Move) -> torch.Tensor:
-        return holdings[move.holding].tensors[move.number].narrow(0, move.start - move.entry.start, move.numel)
-
     kept = [move for move in moves if move.sender == move.receiver == rank]
+    going = [move for move in moves if move.sender == rank != move.receiver]
+    coming = [(move, there(move)) for move in moves if move.receiver == rank != move.sender]
     for move in kept:
         there(move).copy_(here(move))
-    dealt = rounds(moves, LARGEST)
-    members = dist.get_process_group_ranks(group)
-    going_all = coming_all = 0
-    for each in dealt:
-        going = [[move for move in each if move.sender == rank and move.receiver == to] for to in range(world)]
-        coming = [[move for move in each if move.receiver == rank and move.sender == by] for by in range(world)]
-        sizes = [[sum(move.nbytes for move in of_rank) for of_rank in side] for side in (going, coming)]
-        sent = _bytes([here(move) for of_rank in going for move in of_rank], device)
-        arrived = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
-        with expecting(members, "moves a model to other ranks in regroup()"), blocked():
-            work = dist.all_to_all_single(arrived, sent, sizes[1], sizes[0], group=group, async_op=True)
-            work.wait()
-        at = 0
-        for move in (move for of_rank in coming for move in of_rank):
-            piece = arrived[at : at + move.nbytes]
-            if at % (dtype := move.entry.dtype).itemsize:
-                piece = piece.clone()  # only there it can be seen as numbers
-            there(move).copy_(piece.view(dtype))
-            at += move.nbytes
-        going_all, coming_all = going_all + sum(sizes[0]), coming_all + sum(sizes[1])
-    return Moved(going_all, coming_all, sum(move.nbytes for move in kept), len(dealt))
-
-
-def _bytes(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    flat = [piece.view(torch.uint8).to(device) for piece in pieces]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+    sent = [(move.receiver, here(move).to(device).view(torch.uint8)) for move in going]
+    arrived = [
+        each
+        if (each.device, each.dtype) == (device, move.entry.dtype)
+        else torch.empty(move.numel, dtype=move.entry.dtype, device=device)
+        for move, each in coming
+    ]
+    arriving = [(move.sender, each.view(torch.uint8)) for (move, _), each in zip(coming, arrived, strict=True)]
+    with expecting(dist.get_process_group_ranks(group), "moves a model to other ranks in regroup()"):
+        swap(sent, arriving, group)
+    for (_, target), each in zip(coming, arrived, strict=True):
+        if target is not each:
+            target.copy_(each)
+    return Moved(*(sum(move.nbytes for move in side) for side in (going, [move for move, _ in coming], kept)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flatfsdp.elastic import keeper as keepers
-from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.elastic.exchange import EpochRanks
 from flatfsdp.elastic.holding import Entry, Facts, Holding
 from flatfsdp.elastic.keeper import Keeper, kept_bytes
 from flatfsdp.elastic.machines import Machines
@@ -48,31 +48,29 @@ class Meeting:
         return found
 
 
-class Member(ParityRanks):
-    """The exchanges of one member."""
+class Member(EpochRanks):
+    """The exchanges of one member of `ranks`."""
 
-    def __init__(self, meeting: Meeting, place: int) -> None:
-        self._meeting, self._place = meeting, place
-        self.sent = 0
+    def __init__(self, meeting: Meeting, place: int, ranks: Sequence[int]) -> None:
+        self._meeting, self._place, self._ranks = meeting, place, [*ranks]
+        self.sent = self.received = 0
 
-    def meet(self, content: bytes) -> list[bytes]:
-        return self._meeting.all(self._place, content)
-
-    def exchange(self, arrived: torch.Tensor, sent: torch.Tensor) -> None:
-        self.sent += sent.nbytes
-        rows = self._meeting.all(self._place, sent.clone())
-        others = [place for place in range(len(rows)) if place != self._place]
-        for row, place in zip(arrived, others, strict=True):
-            row.copy_(rows[place][self._place - (self._place > place)])
+    def swap(self, sent: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]) -> None:
+        found = self._meeting.all(self._place, {rank: each.clone() for rank, each in sent.items()})
+        brought = {
+            rank: each[self._ranks[self._place]]
+            for rank, each in zip(self._ranks, found, strict=True)
+            if rank in arriving
+        }
+        assert brought.keys() == arriving.keys()
+        for rank, each in brought.items():
+            assert each.shape == arriving[rank].shape
+            arriving[rank].copy_(each)
+        self.sent += sum(each.nbytes for each in sent.values())
+        self.received += sum(each.nbytes for each in arriving.values())
 
     def finish(self) -> bool:
         return bool(self._meeting.all(self._place, None) == [])
-
-    def send_parts(self, sent: Mapping[int, torch.Tensor], arriving: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        found = self._meeting.all(self._place, sent)
-        parts = {rank: found[rank][self._place] for rank in arriving}
-        assert {rank: part.numel() for rank, part in parts.items()} == arriving
-        return parts
 
 
 def on_members(count: int, work: Callable[[int], None]) -> list[BaseException | None]:
@@ -118,7 +116,7 @@ def refresh(group: Sequence[Keeper], number: int, states: Sequence[bytes], more:
 
     def work(place: int) -> None:
         begun = group[place].begin(number, *holding(states[place], more * place))
-        group[place].complete(begun, Member(meeting, place))
+        group[place].complete(begun, Member(meeting, place, group[place].members))
 
     for error in on_members(len(group), work):
         if error is not None and not isinstance(error, Broken):
@@ -133,7 +131,8 @@ def rebuild(group: Sequence[Keeper], number: int, lost: int) -> bytes:
     meeting, parts = Meeting(len(survivors)), [list[Holding]() for _ in survivors]
 
     def work(now: int) -> None:
-        parts[now] = group[survivors[now]].brought(number, [gone], rank_of, Member(meeting, now))[1:]
+        member = Member(meeting, now, range(len(survivors)))
+        parts[now] = group[survivors[now]].brought(number, [gone], rank_of, member)[1:]
 
     assert on_members(len(survivors), work) == [None] * len(survivors)
     found: dict[int, bytes] = {}
@@ -161,7 +160,7 @@ def test_any_member_comes_back_after_several_refreshes_of_other_sizes(
             assert [each.numbers for each in group] == [[number - 1, number]] * count
 
 
-@pytest.mark.parametrize("breaks_at", [0, 1, 2, 3])
+@pytest.mark.parametrize("breaks_at", range(6))
 def test_an_interrupted_refresh_leaves_the_version_before(breaks_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "ROUND", 128)
     rng = random.Random(breaks_at)
@@ -184,7 +183,7 @@ def test_a_group_without_a_loss_rebuilds_nothing() -> None:
     meeting = Meeting(2)
 
     def work(place: int) -> None:
-        (own,) = group[place].brought(1, [5], {4: 0, 6: 1}, Member(meeting, place))
+        (own,) = group[place].brought(1, [5], {4: 0, 6: 1}, Member(meeting, place, range(2)))
         assert bytes(own.tensors[0].tolist()) in (b"a" * 100, b"b" * 30)
 
     assert on_members(2, work) == [None] * 2
@@ -222,7 +221,7 @@ def test_the_loss_of_all_that_hold_alike_is_an_error() -> None:
 def test_memory_and_traffic_are_those_of_the_formulas(members: int) -> None:
     size, alignment = 960_000, 2 * 4096
     group, meeting = keepers_of(range(members)) if members > 1 else [alone(0)], Meeting(members)
-    ranks = [Member(meeting, place) for place in range(members)]
+    ranks = [Member(meeting, place, range(members)) for place in range(members)]
 
     def work(place: int) -> None:
         keeper = group[place]
@@ -236,7 +235,8 @@ def test_memory_and_traffic_are_those_of_the_formulas(members: int) -> None:
         kept = [(version.block.memory.nbytes, version.parity.nbytes) for version in versions]
         assert all(size <= block < size + alignment and parity <= own < parity + alignment for block, own in kept)
         assert kept_bytes(size, ranks=members, machines=members, group=5) == 2 * (size + parity)
-        assert 4 * size <= rank.sent < 4 * (size + alignment) if members > 1 else rank.sent == 0
+        for moved in (rank.sent, rank.received):
+            assert 4 * size <= moved < 4 * (size + alignment) if members > 1 else moved == 0
 
 
 def alone(rank: int, left: Mapping[int, Sequence[Block]] | None = None, blocks: Sequence[Block] = ()) -> Keeper:
@@ -247,7 +247,7 @@ def alone(rank: int, left: Mapping[int, Sequence[Block]] | None = None, blocks: 
 def test_what_ranks_of_this_machine_have_not_whole_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = (Block(), Block())
     keeper = alone(0, {1: [Block.of_process(os.getpid(), block.descriptor) for block in theirs]})
-    other, group = alone(1, blocks=theirs), Member(Meeting(1), 0)
+    other, group = alone(1, blocks=theirs), Member(Meeting(1), 0, [0])
 
     def breaks(*unused: Any) -> None:
         raise Broken

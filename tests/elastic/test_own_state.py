@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatfsdp.elastic import own_state
-from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.elastic.exchange import EpochRanks
 from flatfsdp.elastic.joining import shared_state
 from flatfsdp.engine.base.plain_data import encode
 from tests.harness import pool
@@ -40,7 +40,7 @@ def joined(rank: int, world: int, alike: list[str]) -> tuple[int, dict[str, Any]
     torch.manual_seed(seed["torch"])
     numpy.random.seed(seed["numpy"])
     things = {"thing": Counted(40 + rank)}
-    ranks = ParityRanks()
+    ranks = EpochRanks()
     is_new = rank in (0, 3)
     own = b"" if is_new else encode(own_state.take(things))
     state = shared_state(own, [1, 2], ranks, 100 + rank)

@@ -25,7 +25,7 @@ import flatfsdp
 from flatfsdp import FullyShardedDataParallel
 from flatfsdp.checkpoint.ranks import CheckpointRanks
 from flatfsdp.elastic import machines, start, survive
-from flatfsdp.elastic.exchange import ParityRanks
+from flatfsdp.elastic.exchange import EpochRanks
 from flatfsdp.elastic.keeper import Keeper
 from flatfsdp.elastic.snapshot import Block
 from flatfsdp.engine.agreement import process_groups
@@ -504,9 +504,9 @@ def lost_in_regroup(rank: int) -> None:
 
 def lost_in_the_last_refresh(rank: int) -> None:
     """Let the last rank die at the end of the refresh after a recovery, which returns on rank 0 and fails on others."""
-    finish, calls = ParityRanks.finish, []
+    finish, calls = EpochRanks.finish, []
 
-    def finishes(self: ParityRanks) -> None:
+    def finishes(self: EpochRanks) -> None:
         finish(self)
         calls.append(dist.get_world_size())
         if calls.count(started() - 1) == 2 and calls[-1] == started() - 1 and rank:  # the first is of `_meet`
@@ -515,7 +515,7 @@ def lost_in_the_last_refresh(rank: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise LostRankError("it has not returned here")
 
-    ParityRanks.finish = finishes  # type: ignore
+    EpochRanks.finish = finishes  # type: ignore
 
 
 def started() -> int:
@@ -550,7 +550,7 @@ def never_connected(odd: int, rank: int) -> None:
     module = importlib.import_module("flatfsdp.elastic.survive")
     module.TRIES, module.NOTICED = 2, 0.5  # type: ignore
     if rank == odd:
-        ParityRanks.send_parts = lambda *unused: process_groups.with_time_limit(60.0, runs_out)  # type: ignore
+        EpochRanks.send = lambda *unused: process_groups.with_time_limit(60.0, runs_out)  # type: ignore
 
 
 def test_ranks_that_cannot_be_connected_end_in_words() -> None:
