@@ -31,7 +31,7 @@ from ..errors import InternalError, LostRankError, ranks_in_words
 from .exchange import EpochRanks
 from .holding import Facts, Holding
 from .machines import Machines, lost_with_machine, meet
-from .parity import Parity, parity_groups
+from .parity import chunk_size, kept, parity_groups
 from .replicas import Alike
 from .snapshot import Block
 
@@ -122,7 +122,7 @@ class Keeper:
                 raise InternalError(f"members of a parity group refresh different steps: {numbers}")
             version.sizes = tuple(size for _, size, _ in found)
             version.facts = tuple(facts for _, _, facts in found)
-            longest = max(Parity(version.sizes).chunk_sizes)
+            longest = chunk_size(max(version.sizes), len(version.sizes))
             if version.parity.numel() < longest:
                 version.parity = torch.empty(longest, dtype=torch.uint8)
             self._add_up(version, version.parity.zero_(), others, ranks)
@@ -184,23 +184,21 @@ class Keeper:
         others = {place: rank_of[rank] for place, rank in enumerate(self.members) if place not in (gone, self.place)}
         data = version.parity.clone()
         self._add_up(version, data, others, ranks)
-        kept = Parity(version.sizes).kept(gone, self.place)
-        return [Facts.decoded(version.facts[gone]).part(kept.start, kept.stop, data)]
+        span = kept(version.sizes, gone, self.place)
+        return [Facts.decoded(version.facts[gone]).part(span.start, span.stop, data)]
 
     def _add_up(self, version: Version, total: torch.Tensor, others: Mapping[int, int], ranks: EpochRanks) -> None:
         """Add to `total` what this rank keeps of the blocks of `others`, given by the place of each its present rank,
         and let these have theirs of this one's. Called by all of these."""
-        scheme = Parity(version.sizes)
-        going = {rank: version.block.memory[scheme.kept(self.place, place).slice] for place, rank in others.items()}
-        sizes = {rank: scheme.kept(place, self.place).numel for place, rank in others.items()}
-        for start in range(0, max(scheme.chunk_sizes), ROUND):
-            arriving = {
-                rank: torch.empty(max(0, min(size - start, ROUND)), dtype=torch.uint8) for rank, size in sizes.items()
-            }
+        sizes, memory = version.sizes, version.block.memory
+        going = {rank: memory[kept(sizes, self.place, place).slice] for place, rank in others.items()}
+        coming = {rank: total[: kept(sizes, place, self.place).numel] for place, rank in others.items()}
+        for start in range(0, chunk_size(max(sizes), len(sizes)), ROUND):
+            into = {rank: chunk[start : start + ROUND] for rank, chunk in coming.items()}
+            arriving = {rank: torch.empty_like(chunk) for rank, chunk in into.items()}
             ranks.swap({rank: chunk[start : start + ROUND] for rank, chunk in going.items()}, arriving)
-            for part in arriving.values():
-                into = total[start : start + part.numel()]
-                torch.bitwise_xor(into, part, out=into)
+            for rank, chunk in into.items():
+                torch.bitwise_xor(chunk, arriving[rank], out=chunk)
 
 
 def kept_bytes(state: int, *, ranks: int, machines: int, group: int) -> int:

@@ -19,8 +19,6 @@ Blocks may have different sizes: chunks are as long as their own block needs, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from ..engine.layout.layout import Span
 from ..errors import ConfigValueError, InternalError
@@ -57,35 +55,17 @@ def parity_groups(nodes: Sequence[int], size: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(sorted(ordered[ends[number] : ends[number + 1]])) for number in range(count))
 
 
-@dataclass(frozen=True)
-class Parity:
-    """The parities of one group: which bytes each member keeps of the others. [Note: parity]
+def chunk_size(block: int, members: int) -> int:
+    """The bytes of a chunk of a block of so many bytes, in a group of so many members; the last chunks may be shorter,
+    or empty."""
+    return -(-block // ((members - 1) * ALIGNMENT)) * ALIGNMENT
 
-    Attributes:
-        sizes: the bytes of each member's block, by its number in the group.
-    """
 
-    sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.sizes) < 2 or min(self.sizes) < 0:
-            raise InternalError(f"a parity of blocks of {self.sizes} bytes: expected two blocks at least")
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        return len(self.sizes)
-
-    @cached_property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """For each member the bytes of a chunk of its block; its last chunks may be shorter, or empty."""
-        others = self.members - 1
-        return tuple(-(-size // (others * ALIGNMENT)) * ALIGNMENT for size in self.sizes)
-
-    def kept(self, member: int, keeper: int) -> Span:
-        """The bytes of the block of `member` that are in the parity of `keeper`, another member."""
-        if member == keeper:
-            raise InternalError(f"member {member} of a parity keeps no bytes of its own block")
-        chunk = keeper if keeper < member else keeper - 1
-        size, whole = self.chunk_sizes[member], self.sizes[member]
-        return Span(min(chunk * size, whole), min((chunk + 1) * size, whole))
+def kept(sizes: Sequence[int], member: int, keeper: int) -> Span:
+    """The bytes of the block of `member` that are in the parity of `keeper`, another member. `sizes`: the bytes of each
+    member's block."""
+    if member == keeper:
+        raise InternalError(f"member {member} of a parity keeps no bytes of its own block")
+    chunk, whole = keeper if keeper < member else keeper - 1, sizes[member]
+    size = chunk_size(whole, len(sizes))
+    return Span(min(chunk * size, whole), min((chunk + 1) * size, whole))
