@@ -55,7 +55,6 @@ _KINDS = {
     "reduce_scatter": "reduce-scatter, gradients",
     "all_reduce": "all-reduce, gradients",
     "all_to_all": "all-to-all, matrices",
-    "to_replicas": "to replicas, matrices",
     "scalar": "norms and agreements",
 }
 _ON_HOST = frozenset({"shard", "reduced", "host copy"})  # with offload

@@ -269,8 +269,7 @@ def test_matrices_of_an_optimizer_have_traffic_and_owners() -> None:
     for choice in advice.choices:
         plan, way = choice.plan, choice.way
         assert plan.imbalance is not None and plan.imbalance >= 1
-        assert ("all_to_all" in plan.comm) == (way.shards > 1) or way.replicas > 1  # its own may be uncut
-        assert ("to_replicas" in plan.comm) == (way.replicas > 1)
+        assert ("all_to_all" in plan.comm) == (way.shards > 1)
         assert plan.optimizer.keys() == {"momentum_buffer"}
     with pytest.raises(
         ConfigValueError, match=r"optimizer cannot be made: UsageError: matrix_steps: .* flat parameter"

@@ -21,7 +21,6 @@ import torch
 
 from ...errors import UsageError, refuse_type
 from ..base import _dtensor
-from ..base.overrides import is_memoryless
 from ..comm.transport import Transport
 from ..flat.faces import adoptions
 from ..guards.optimizer_hooks import OfOptimizer, check_shapes, give_wholes, is_at_work, steps_on_wholes
@@ -34,7 +33,7 @@ from ..state.optim.descriptions import KeptWhole
 from ..state.optim.stamp import comparing
 from ..state.owned_interval import OwnedInterval
 from ..transports.blocking import all_reduce_now
-from .matrix_exchange import Slot
+from .matrix_adapters import Slot
 from .matrix_states import like_holder
 from .matrix_steps import each_managed
 
@@ -191,9 +190,6 @@ class BlockStates(OfOptimizer):
     def _divide(self, axis: Transport, slots: Sequence[Slot]) -> None:
         device, states = axis.device.device, self.optimizer.state
         own = [(s, name, self._local(s, states.get(s.parameter, {}), name)) for s in slots for name in self.names]
-        there = torch.tensor([value is not None for _, _, value in own], dtype=torch.uint8, device=device)
-        kept = all_reduce_now(axis, there, maximum=True).tolist() if not is_memoryless() else there.tolist()
-        own = [each for each, is_there in zip(own, kept, strict=True) if is_there]
         sizes = [self._count(slot.spec.numel) for slot, _, _ in own]
         every = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         for scales, (slot, _, local) in zip(every.split(sizes), own, strict=True):

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ...errors import UsageError
+from ..flat.flat_param import FlatParamHandle
 from ..flat.layout_views import dense, stored_in_order
 from ..layout.layout import ParamSpec, Span
 from ..planning.grains import Shape, matrix_cost
+from ..runtime.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,94 @@ class Seen:
         """The elements of `value`, of its shape, in the order of the parameter's memory: in place if it has that."""
         stride = self.stride or tuple(torch.empty(self.shape, device="meta").stride())
         return dense(stored_in_order(value.detach(), stride))
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A parameter that an optimizer steps on as whole matrices.
+
+    Attributes:
+        parameter: the holder, of which this rank may have nothing.
+        unit, kind, index: its place in the model: leaf `index` of `unit.handles[kind]`.
+        group: the number of its param group.
+        name: for messages.
+    """
+
+    parameter: nn.Parameter
+    unit: Unit
+    kind: int
+    index: int
+    group: int
+    name: str
+
+    @property
+    def handle(self) -> FlatParamHandle:
+        """The handle that it belongs to."""
+        return self.unit.handles[self.kind]
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The layout's entry."""
+        return self.handle.layout.params[self.index]
+
+    @property
+    def start(self) -> int:
+        """The first element of the parameter that this rank has."""
+        return self.handle.layout.span_in_param(self.index, self.handle.rank).start
+
+    def own(self) -> torch.Tensor:
+        """This rank's elements of the parameter, in memory order, as a view."""
+        return dense(self.handle.face.local_of(self.parameter).detach())
+
+    def like_own(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a gradient, or of a state that has one for each of the parameter's, in the order of
+        `own`; a view if they are stored in that order."""
+        local = self.handle.face.local_of(value).detach()
+        return dense(stored_in_order(local, self.handle.face.local_of(self.parameter).stride()))
+
+    def gradient(self) -> torch.Tensor:
+        """This rank's elements of the gradient, in the order of `own`. Precondition: there is a gradient.
+
+        Raises:
+            UsageError: it cannot be sent together with the parameter.
+        """
+        assert self.parameter.grad is not None
+        grad = self.handle.face.local_of(self.parameter.grad)
+        if grad.layout is not torch.strided or grad.dtype != self.parameter.dtype:
+            raise UsageError(
+                f"matrix_steps: the gradient of {self.name} is not a dense tensor of {self.parameter.dtype}, as the "
+                "parameter is. Use matrix_steps without keep_low_precision_grads=True"
+            )
+        return self.like_own(self.parameter.grad)
+
+
+class Entry(NamedTuple):
+    """One matrix: its parameter, and how an optimizer sees it."""
+
+    slot: Slot
+    seen: Seen
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, of which tensor parallelism may store a part here."""
+        part = self.slot.spec.part
+        return self.seen.shape if part is None else tuple(part.shape)
+
+    def within(self, flat: torch.Tensor, span: Span) -> torch.Tensor:
+        """The elements `span` of the matrix, all of them this rank's, in `flat`, which is ordered like `Slot.own`."""
+        return flat.narrow(0, self.seen.span.start + span.start - self.slot.start, span.numel)
+
+
+class Whole(NamedTuple):
+    """One matrix at its owner.
+
+    Attributes:
+        entry: which one.
+        numbers: those that ranks began with, of all elements, in memory order: a tensor for each that they send.
+    """
+
+    entry: Entry
+    numbers: tuple[torch.Tensor, ...]
 
 
 def _whole(spec: ParamSpec) -> list[Seen]:

@@ -21,46 +21,9 @@ from ..base import _dtensor
 from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole, ParamShaped, alike, value_of
 from ..state.optim.saving import shaped_states
-from .matrix_exchange import IN_PARTS, WITH_STATE, Entry, MatrixExchange, Pieces, Slot
-
-State = dict[str, Any]
-States = dict[Any, State]
-
-
-class WholeState(State):
-    """The state of a whole matrix, at its owner. State dicts have none: states are in parts there."""
-
-
-EXPERTS = "experts"  # the key of the states of a parameter's matrices, by number, if it has several
-
-
-def whole_state(states: Mapping[Any, State], entry: Entry) -> State:
-    """This rank's state of a matrix; empty if it has none."""
-    state = states.get(entry.slot.parameter, {})
-    if entry.seen.expert is None:
-        return state
-    found: State = state.get(EXPERTS, {}).get(entry.seen.expert, {})
-    return found
-
-
-def keep_whole(states: States, entry: Entry, state: State) -> None:
-    """Set this rank's state of a matrix, unless it is empty."""
-    if state and not isinstance(state, WholeState):
-        state = WholeState(state)
-    if state and entry.seen.expert is None:
-        states[entry.slot.parameter] = state
-    elif state:
-        states[entry.slot.parameter].setdefault(EXPERTS, {})[entry.seen.expert] = state
-
-
-def form_of(states: Mapping[Any, State], entry: Entry) -> int:
-    """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, or 0."""
-    state = states.get(entry.slot.parameter)
-    if not state:
-        return 0
-    if entry.seen.expert is not None and EXPERTS in state:
-        return WITH_STATE if entry.seen.expert in state[EXPERTS] else 0
-    return WITH_STATE if isinstance(state, WholeState) else IN_PARTS
+from .matrix_adapters import Slot
+from .matrix_exchange import MatrixExchange, exchanged
+from .own_steps import IN_PARTS, WITH_STATE, State, States, form_of, keep_whole, whole_state
 
 
 def to_shards(exchange: MatrixExchange, states: States) -> None:
@@ -124,17 +87,13 @@ def to_owners(exchange: MatrixExchange, optimizer: torch.optim.Optimizer) -> Non
     entries, states = exchange.entries, optimizer.state
 
     def describe() -> dict[int, State]:
-        slots = {
-            i: entry.slot
-            for i, entry in enumerate(entries)
-            if form_of(states, entry) == IN_PARTS and not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
-        }
-        return {
-            i: _described(
-                states[slot.parameter], slot.handle.face.local_of(slot.parameter).shape, entries[i].seen.expert
-            )
-            for i, slot in slots.items()
-        }
+        described = {}
+        for i, (slot, seen) in enumerate(entries):
+            is_here = not exchange.plan.matrices[i].span_of(exchange.rank).is_empty
+            if is_here and form_of(states, entries[i]) == IN_PARTS:
+                shape = slot.handle.face.local_of(slot.parameter).shape
+                described[i] = _described(states[slot.parameter], shape, seen.expert)
+        return described
 
     found = _of_all(exchange, describe)
     made = {
@@ -187,12 +146,10 @@ def _move(
         own = plan.matrices[index].span_of(rank)
         if not own.is_empty:
             target(index, own).copy_(source(index, own))
-    if plan.is_exchanged(indices, exchange.member):
+    if plan.is_exchanged(indices):
         going, coming = ways if to_owners else ways[::-1]
-        pieces = Pieces(exchange.transport, going, coming, lambda i, span: [source(i, span)], dtype)
-        for index, span, (elements,) in pieces.arrive():
+        for index, span, (elements,) in exchanged(exchange.transport, going, coming, lambda *i: [source(*i)], dtype):
             target(index, span).copy_(elements)
-        pieces.free()
 
 
 def _of_all(exchange: MatrixExchange, describe: Any) -> dict[int, State]:

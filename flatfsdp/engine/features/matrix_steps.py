@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,39 +30,17 @@ from ..planning.owners import Matrix, OwnerPlan, parts_of
 from ..runtime.unit import Unit
 from ..state.optim.optimizer_clone import Changes, Settings, clone_over, set_changes
 from ..state.owned_interval import OwnedInterval
-from ..state.parts import axes_of_parts
+from ..state.parts import every_axis
 from .fused_steps import is_fused
-from .matrix_adapters import ADAPTERS, NAMED, Adapter, Shape
-from .matrix_exchange import WITH_STATE, Entry, MatrixExchange, Slot, raise_failures
-from .matrix_states import form_of, to_owners, to_shards, whole_state
+from .matrix_adapters import ADAPTERS, NAMED, Adapter, Entry, Shape, Slot
+from .matrix_exchange import MatrixExchange, raise_failures
+from .matrix_states import to_owners, to_shards
 from .muon_steps import MuonSteps
 from .optimizer_in_backward import optimizers_of
 from .optimizer_trials import try_on_matrices
-from .own_steps import OwnSteps
+from .own_steps import WITH_STATE, OwnSteps, State, form_of, whole_state
 
-State = dict[str, Any]
 MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The parameters that an optimizer steps on, found from its param groups and the models.
-
-    Attributes:
-        facts: from which it was found.
-        exchanges: of matrices, by axis and dtype.
-        entries: the matrices of each parameter, by its id.
-        rest: the parameters that each rank steps on as they are, by param group.
-        units: the units of the matrices.
-        call: the name of a step for comparison over ranks, with a hash of all plans.
-    """
-
-    facts: tuple[Any, ...]
-    exchanges: tuple[MatrixExchange, ...]
-    entries: dict[int, list[Entry]]
-    rest: list[list[nn.Parameter]]
-    units: tuple[Unit, ...]
-    call: str
 
 
 class MatrixSteps:
@@ -91,19 +68,17 @@ class MatrixSteps:
         """The matrices, their owners' balance and the traffic of a step, in two lines for each axis and dtype."""
         lines = []
         for exchange in self._stepper.exchanged:
-            plan, member, work = exchange.plan, exchange.member, self._stepper.work
+            plan, work = exchange.plan, self._stepper.work
             size = work.dtype_of(exchange.entries[0].slot).itemsize
-            ranks = f"{plan.world} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
             cut, count = sum(matrix.is_cut for matrix in plan.matrices), len(plan.buckets)
             lines.append(
-                f"{len(plan.matrices)} matrices on {ranks}, {cut} of them cut, in {count} bucket{'s' * (count != 1)}: "
-                f"the longest step costs {plan.imbalance:.2f} of the mean"
+                f"{len(plan.matrices)} matrices on {plan.world} ranks, {cut} of them cut, in {count} "
+                f"bucket{'s' * (count != 1)}: the longest step costs {plan.imbalance:.2f} of the mean"
             )
             lines.append(
-                f"rank {exchange.transport.group.ranks[exchange.rank]} sends {work.sent * size * plan.sent(member):,} "
-                f"bytes to owners, {size * plan.returned(member):,} back"
-                + (f" and {size * plan.copied(member):,} to other replicas" if plan.replicas > 1 else "")
-                + f", in {plan.exchanges(member)} all-to-alls"
+                f"rank {exchange.transport.group.ranks[exchange.rank]} sends "
+                f"{work.sent * size * plan.sent(exchange.rank):,} bytes to owners, "
+                f"{size * plan.returned(exchange.rank):,} back, in {plan.exchanges} all-to-alls"
             )
         return "\n".join(lines) or "no step so far"
 
@@ -114,6 +89,7 @@ class _Stepper(OfOptimizer):
     Attributes:
         exchanges: True: ranks take its steps together.
         work: what a step does with matrices.
+        exchanged: the matrices, by axis and dtype, as `_find` has found them last; none before the first step.
 
     Args:
         optimizer, cost, bucket_bytes: as for `matrix_steps`.
@@ -138,7 +114,13 @@ class _Stepper(OfOptimizer):
         # By the parameter and the number of the matrix: an owner keeps its matrices, since it has their states. By ids,
         # it would keep those of a parameter whose memory another one has got since, on some ranks.
         self._owners: dict[tuple[nn.Parameter, int | None], int] = {}
-        self._steps: _Steps | None = None
+        self._facts: Any = None  # from which these were found:
+        self.exchanged: tuple[MatrixExchange, ...] = ()
+        self._entries: dict[int, list[Entry]] = {}  # the matrices of each parameter, by its id
+        self._rest: list[list[nn.Parameter]] = []  # what each rank steps on as it is, by param group
+        self._units: tuple[Unit, ...] = ()
+        self._axes: list[Transport] = []  # all over which these are spread
+        self._call = ""  # the name of a step for comparison over ranks, with a hash of all plans
         self._stand_in: tuple[torch.optim.Optimizer, Settings] | None = None  # with its settings before its step
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -147,11 +129,6 @@ class _Stepper(OfOptimizer):
         looking.add(self)
         self._has_wholes = False  # whether there may be states of whole matrices, on any rank
         give_wholes(optimizer, self)
-
-    @property
-    def exchanged(self) -> tuple[MatrixExchange, ...]:
-        """The exchanges of matrices of the last step; none before the first."""
-        return self._steps.exchanges if self._steps is not None else ()
 
     @property
     def imbalance(self) -> float:
@@ -163,7 +140,8 @@ class _Stepper(OfOptimizer):
         """Divide the states of matrices among the shards, as for an element-wise optimizer; the next step brings them
         to the owners again. Collective, unless they are in parts already. [Note: states of matrices]"""
         if self._has_wholes and not self.work.in_parts:
-            for exchange in self._found().exchanges:
+            self._find()
+            for exchange in self.exchanged:
                 to_shards(exchange, self.optimizer.state)
         self._has_wholes = False
 
@@ -171,15 +149,15 @@ class _Stepper(OfOptimizer):
         """A hook: a state dict has this rank's parts."""
         if self._has_wholes and not self.work.in_parts:
             call = f"optimizer.state_dict() of {type(optimizer).__name__}, whose matrices have owners"
-            with collective_call(self._found().units, call):
+            self._find()
+            with collective_call(self._units, call):
                 self.to_shards()
 
     def held(self, parameter: torch.Tensor) -> tuple[list[OwnedInterval], State] | None:
         """The states of whole matrices of `parameter` that this rank has as their owner, and other values of these;
         None if it has none."""
-        known = self._steps.entries.get(id(parameter), []) if self._steps is not None else []
         states = self.optimizer.state
-        owned = [each for each in known if form_of(states, each) == WITH_STATE]
+        owned = [each for each in self._entries.get(id(parameter), ()) if form_of(states, each) == WITH_STATE]
         if self.work.in_parts or not owned:
             return None
         found: list[OwnedInterval] = []
@@ -203,13 +181,13 @@ class _Stepper(OfOptimizer):
         """Matrices get owners among the ranks that there are now; those that the user has named are of earlier ones."""
         self._owners.clear()
         self._asked.clear()
-        self._steps = None
-        self._has_wholes = False
+        self._facts, self.exchanged, self._entries, self._has_wholes = None, (), {}, False
 
     def state_before_first_step(self, parameter: torch.Tensor) -> State | None:
         """This rank's part of the state of `parameter` before its first step, as for an element-wise optimizer; None if
         it has no matrices."""
-        entries = self._found().entries.get(id(parameter))
+        self._find()
+        entries = self._entries.get(id(parameter))
         return None if entries is None else self.work.state_before_first_step(entries)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -228,14 +206,15 @@ class _Stepper(OfOptimizer):
                 "matrix_steps: step() was called with a closure, which would compute gradients after matrices were "
                 "exchanged. Run the backward before step()"
             )
-        steps, work = self._found(), self.work
+        self._find()
+        work = self.work
         with torch.no_grad(), ExitStack() as calls:
-            for model in models_of(steps.units):
-                calls.enter_context(model.agreement.collective_call(steps.call))
+            for model in models_of(self._units):
+                calls.enter_context(model.agreement.collective_call(self._call))
             failed: list[Exception] = []
             self._changes.clear()
             self._has_wholes = True
-            for exchange in steps.exchanges:
+            for exchange in self.exchanged:
                 present, in_parts = exchange.look(work)
                 if in_parts and not work.in_parts:
                     to_owners(exchange, optimizer)
@@ -243,11 +222,11 @@ class _Stepper(OfOptimizer):
                 failed += exchange.step(present, work)
                 written = {id(slot): slot.parameter for i in present for slot in [exchange.entries[i].slot]}
                 torch.autograd.graph.increment_version([*written.values()])  # writes to local tensors do not always
-            raise_failures(steps.exchanges, failed)
-            if not optimizer.state and steps.entries:
+            raise_failures(self._axes, failed)
+            if not optimizer.state and self.exchanged:
                 # Without any state, torch's functions for state dicts take a step, which is collective, on this rank.
-                optimizer.state[steps.exchanges[0].entries[0].slot.parameter] = {}
-        made = clone_over(optimizer, steps.rest)
+                optimizer.state[self.exchanged[0].entries[0].slot.parameter] = {}
+        made = clone_over(optimizer, self._rest)
         self._stand_in = made, Settings(made)
         return (made, *args[1:]), kwargs
 
@@ -260,38 +239,32 @@ class _Stepper(OfOptimizer):
 
     # -- what is stepped on --------------------------------------------------------------------------------------------
 
-    def _found(self) -> _Steps:
-        """The present parameters of the optimizer; found again after changes of its param groups or of models."""
+    def _find(self) -> None:
+        """Find the present parameters of the optimizer, again after changes of its param groups or of models."""
         groups = self.optimizer.param_groups
         held = [[(id(each), each.dtype) for each in group["params"]] for group in groups]
-        facts = registry.generation, adoptions.count, held
-        if self._steps is None or self._steps.facts != facts:
-            self._steps = self._find(facts)
-        return self._steps
-
-    def _find(self, facts: tuple[Any, ...]) -> _Steps:
-        rest: list[list[nn.Parameter]] = [[*group["params"]] for group in self.optimizer.param_groups]
-        together: dict[Any, tuple[Transport, Transport | None, list[Entry]]] = {}
-        managed = [*_managed(self.optimizer)]
+        if (facts := (registry.generation, adoptions.count, held)) == self._facts:
+            return
+        managed = [*each_managed(self.optimizer, "matrix_steps")]
         taken, units = {id(slot.parameter) for slot in managed}, tuple(dict.fromkeys(slot.unit for slot in managed))
         quiesce([*units], shards=False)  # connects them, before a first forward
-        for slot in managed:
-            transports = slot.unit.axes.transports_of(slot.handle)
-            parts, copies = transports.gather, transports.replicate
-            key = id(parts.group.process_group), id(copies and copies.group.process_group), self.work.dtype_of(slot)
-            entries = together.setdefault(key, (parts, copies, []))[2]
-            entries += entries_of(slot, self._adapter, self.optimizer.param_groups[slot.group])
-        exchanges = tuple(self._exchange(*each) for each in together.values() if each[2])
-        words = "\n".join((str(len(rest)), *(line for exchange in exchanges for line in exchange.plan.facts())))
-        count = sum(len(exchange.entries) for exchange in exchanges)
-        call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
-        rest = [[each for each in params if id(each) not in taken] for params in rest]
+        together: dict[Any, tuple[Transport, list[Entry]]] = {}
         by_parameter: dict[int, list[Entry]] = {}
-        for entry in (each for exchange in exchanges for each in exchange.entries):
-            by_parameter.setdefault(id(entry.slot.parameter), []).append(entry)
-        return _Steps(facts, exchanges, by_parameter, rest, units, call)
+        for slot in managed:
+            axis = slot.unit.axes.transports_of(slot.handle).gather
+            found = entries_of(slot, self._adapter, groups[slot.group])
+            together.setdefault((id(axis.group.process_group), self.work.dtype_of(slot)), (axis, []))[1].extend(found)
+            if found:
+                by_parameter[id(slot.parameter)] = found
+        exchanges = tuple(self._exchange(*each) for each in together.values() if each[1])
+        words = "\n".join((str(len(groups)), *(line for exchange in exchanges for line in exchange.plan.facts())))
+        count = sum(len(exchange.entries) for exchange in exchanges)
+        self._call = f"step() of {type(self.optimizer).__name__} on {count} whole matrices (plan {hash63(words):x})"
+        self._rest = [[each for each in group["params"] if id(each) not in taken] for group in groups]
+        self._axes = every_axis(units)
+        self.exchanged, self._entries, self._units, self._facts = exchanges, by_parameter, units, facts
 
-    def _exchange(self, transport: Transport, copies: Transport | None, entries: list[Entry]) -> MatrixExchange:
+    def _exchange(self, transport: Transport, entries: list[Entry]) -> MatrixExchange:
         matrices: list[Matrix] = []
         for entry in entries:
             slot, seen = entry
@@ -301,14 +274,10 @@ class _Stepper(OfOptimizer):
             name = slot.name if seen.expert is None else f"matrix {seen.expert} of {slot.name}"
             matrices.append(Matrix(name, seen.shape, parts, int(self._cost(entry.shape)), asked))
         size = self.work.dtype_of(entries[0].slot).itemsize
-        shared = copies if self.work.in_parts and copies is not None and copies.group.size > 1 else None
-        world, replicas = transport.group.size, shared.group.size if shared is not None else 1
-        plan = OwnerPlan.of(matrices, world=world, replicas=replicas, bucket=max(1, self._bucket_bytes // size))
+        plan = OwnerPlan.of(matrices, world=transport.group.size, bucket=max(1, self._bucket_bytes // size))
         for (slot, seen), owner in zip(entries, plan.owners, strict=True):
             self._owners[slot.parameter, seen.expert] = owner
-        of_parts = axes_of_parts([entries[0].slot.unit]) if any(slot.spec.part for slot, _ in entries) else []
-        axes = [axis for axis in (transport, copies, *of_parts) if axis is not None and axis.group.size > 1]
-        return MatrixExchange(transport, shared, axes, plan, entries)
+        return MatrixExchange(transport, plan, entries)
 
 
 def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[Entry]:
@@ -316,8 +285,9 @@ def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[E
     some optimizers, and does nothing otherwise.
 
     Raises:
-        UsageError: the optimizer cannot step on them.
+        UsageError: the optimizer cannot step on them, or they cannot be put together.
     """
+    _check_place(slot)
     spec = slot.spec
     if not spec.numel:
         return []
@@ -332,17 +302,6 @@ def entries_of(slot: Slot, adapter: Adapter, group: Mapping[str, Any]) -> list[E
         return [Entry(slot, seen) for seen in adapter.seen(spec)]
     except UsageError as error:
         raise UsageError(f"matrix_steps: {slot.name}: {error}") from None
-
-
-def _managed(optimizer: torch.optim.Optimizer) -> Iterator[Slot]:
-    """`each_managed` parameter.
-
-    Raises:
-        UsageError: one of them is no matrix, or is a part of one, in a way that is not supported.
-    """
-    for slot in each_managed(optimizer, "matrix_steps"):
-        _check_place(slot)
-        yield slot
 
 
 def each_managed(optimizer: torch.optim.Optimizer, call: str) -> Iterator[Slot]:
@@ -411,8 +370,7 @@ def matrix_steps(
     bucket of matrices. If a matrix has a gradient on some of its ranks and none on others, or a step fails on an owner,
     all ranks raise.
 
-    - *Replicas* (HYBRID_SHARD, NO_SHARD): with torch's Muon one owner computes for all replicas, and owners are among
-      all ranks; with others each replica computes all matrices.
+    - *Replicas* (HYBRID_SHARD, NO_SHARD): each of them computes all matrices.
     - *State dicts*: `FullyShardedDataParallel.optim_state_dict` and checkpoints have states by name, for any number of
       ranks. `optimizer.state_dict()` has this rank's parts, or distributed tensors under `fully_shard`, which
       torch.distributed.checkpoint saves; it is collective, except with torch's Muon. States of other shapes than their
@@ -430,8 +388,7 @@ def matrix_steps(
         sees: what the optimizer has to see completely: `"matrices"`, one for each expert of tensors with three
             dimensions; `"tensors"`, whole ones of any shape; or `"shampoo"`, the same with the costs of its roots. By
             default what is known of torch's Muon and Adafactor.
-        owners: owners of some parameters, as ranks of the shard group; the others are balanced. If replicas share the
-            work, rank `r` of replica `n` is `n * (ranks of the shard group) + r`.
+        owners: owners of some parameters, as ranks of the shard group; the others are balanced.
         cost: of a step on a matrix, from its shape, by which owners are balanced; by default that of the optimizer.
         bucket_bytes: bytes of a bucket's matrices, over all ranks.
 
@@ -478,7 +435,7 @@ def matrix_steps(
     asked = dict(owners or {})
     if strangers := asked.keys() - held:
         raise ConfigValueError(f"{name}: owners= has {len(strangers)} parameters that the optimizer does not hold")
-    for slot in _managed(optimizer):
+    for slot in each_managed(optimizer, name):
         entries_of(slot, adapter, optimizer.param_groups[slot.group])
         if optimizer.state.get(slot.parameter) and not adapter.in_parts:
             raise UsageError(

@@ -22,14 +22,14 @@ from ..base._torch import muon_functions
 from ..guards.optimizer_hooks import OfOptimizer, check_shapes
 from ..layout.layout import Span
 from ..state.parts import assembled, cut
-from .matrix_adapters import check_muon
-from .matrix_exchange import IN_PARTS, Entry, Slot, Whole
+from .matrix_adapters import Entry, Slot, Whole, check_muon
+from .own_steps import IN_PARTS
 
 MOMENTUM = "momentum_buffer"  # as in the state of torch's Muon
 
 
 class MuonSteps(OfOptimizer):
-    """The steps of torch's Muon on matrices: a `Work`. [Note: Muon in parts]"""
+    """The steps of torch's Muon on matrices, as `OwnSteps` takes those of other classes. [Note: Muon in parts]"""
 
     sent = 1
     in_parts = True
@@ -91,10 +91,6 @@ class MuonSteps(OfOptimizer):
             made = self._orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
             results.append(seen.flat(cut(made, slot.spec)))
         return results
-
-    def unchanged(self, whole: Whole) -> torch.Tensor:
-        """No update."""
-        return torch.zeros_like(whole.numbers[0])
 
     def end(self, entry: Entry, span: Span, result: torch.Tensor) -> None:
         """Decay this rank's elements of the parameter, and add the update."""

@@ -10,7 +10,7 @@ an owner with an old copy would silently undo it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,54 @@ from ..layout.layout import Span
 from ..state.optim.descriptions import KeptWhole
 from ..state.optim.optimizer_clone import Changes, Settings, clone_over, unhooked_step
 from ..state.optim.trial import trial_step
-from .matrix_exchange import Entry, Slot, Whole
-from .matrix_states import form_of, keep_whole, whole_state
+from .matrix_adapters import Entry, Slot, Whole
 
 State = dict[str, Any]
+States = dict[Any, State]
+EXPERTS = "experts"  # the key of the states of a parameter's matrices, by number, if it has several
+# Flags of a rank's optimizer state of a matrix: it is that of the whole matrix, or of the rank's part.
+WITH_STATE, IN_PARTS = 4, 8
+
+
+class WholeState(State):
+    """The state of a whole matrix, at its owner. State dicts have none: states are in parts there."""
+
+
+def whole_state(states: Mapping[Any, State], entry: Entry) -> State:
+    """This rank's state of a matrix; empty if it has none."""
+    state = states.get(entry.slot.parameter, {})
+    if entry.seen.expert is None:
+        return state
+    found: State = state.get(EXPERTS, {}).get(entry.seen.expert, {})
+    return found
+
+
+def keep_whole(states: States, entry: Entry, state: State) -> None:
+    """Set this rank's state of a matrix, unless it is empty."""
+    if state and not isinstance(state, WholeState):
+        state = WholeState(state)
+    if state and entry.seen.expert is None:
+        states[entry.slot.parameter] = state
+    elif state:
+        states[entry.slot.parameter].setdefault(EXPERTS, {})[entry.seen.expert] = state
+
+
+def form_of(states: Mapping[Any, State], entry: Entry) -> int:
+    """`WITH_STATE` if this rank has the state of a whole matrix, `IN_PARTS` if of its part, or 0."""
+    state = states.get(entry.slot.parameter)
+    if not state:
+        return 0
+    if entry.seen.expert is not None and EXPERTS in state:
+        return WITH_STATE if entry.seen.expert in state[EXPERTS] else 0
+    return WITH_STATE if isinstance(state, WholeState) else IN_PARTS
 
 
 class OwnSteps(OfOptimizer):
-    """The steps of an optimizer's class on whole matrices: a `Work`.
+    """The steps of an optimizer's class on whole matrices. No method communicates. [Note: matrix exchange]
+
+    Attributes:
+        sent: how many numbers an owner gets for each element of a matrix; one comes back.
+        in_parts: whether each rank keeps the optimizer state of its elements.
 
     Args:
         changes: gets what these change of the optimizer. Each bucket begins with the settings from before the step, and
@@ -44,7 +84,7 @@ class OwnSteps(OfOptimizer):
         self._changes = changes
 
     def dtype_of(self, slot: Slot) -> torch.dtype:
-        """That of the parameter."""
+        """The dtype of what is sent in both directions: that of the parameter."""
         return slot.parameter.dtype
 
     def state_of(self, entry: Entry) -> int:
@@ -52,14 +92,16 @@ class OwnSteps(OfOptimizer):
         return form_of(self.optimizer.state, entry)
 
     def prepare(self, entries: Sequence[Entry]) -> None:
-        """Nothing: states are made by the class."""
+        """Called at the beginning of a step, with the matrices that have a gradient on any rank. States are made by the
+        class."""
 
     def begin(self, entry: Entry, span: Span) -> Sequence[torch.Tensor]:
-        """Gradient and parameter, in place."""
+        """Numbers of this rank's elements of a matrix, `span`, for the owner, 1-D in memory order: gradient and
+        parameter, in place. Called on ranks that have elements, once for each step and matrix that has a gradient."""
         return entry.within(entry.slot.gradient(), span), entry.within(entry.slot.own(), span)
 
     def compute(self, wholes: Sequence[Whole]) -> Sequence[torch.Tensor]:
-        """Step on these matrices; the results are the parameters."""
+        """Step on these matrices, which this rank owns; the results, for all elements, are the parameters."""
         optimizer = self.optimizer
         params: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         stand_ins = []
@@ -77,24 +119,17 @@ class OwnSteps(OfOptimizer):
         optimizer.state.update(state)  # what it keeps for no parameter
         return [_result(whole, made) for whole, (_, made) in zip(wholes, stand_ins, strict=True)]
 
-    def unchanged(self, whole: Whole) -> torch.Tensor:
-        """The parameter."""
-        return whole.numbers[1]
-
     def end(self, entry: Entry, span: Span, result: torch.Tensor) -> None:
-        """Set this rank's elements of the parameter."""
+        """Apply a result to this rank's elements: set those of the parameter."""
         own = entry.within(entry.slot.own(), span)
         if own.data_ptr() != result.data_ptr():  # a matrix that is not cut is stepped on in place
             own.copy_(result)
 
     def state_before_first_step(self, entries: Sequence[Entry]) -> State:
-        """This rank's part of the state, from a trial on one matrix of zeros; {} if it is different for each matrix of
-        the parameter. [Note: trial step]"""
+        """This rank's part of the state, from a trial on one matrix of zeros. [Note: trial step]"""
         slot, seen = entries[0].slot, entries[0].seen
-        like, own = (
-            slot.handle.at_rest.views[slot.index],
-            slot.handle.layout.span_in_param(slot.index, slot.handle.rank),
-        )
+        like = slot.handle.at_rest.views[slot.index]
+        own = slot.handle.layout.span_in_param(slot.index, slot.handle.rank)
         nothing = like.new_zeros(())
         params = [each for group in self.optimizer.param_groups for each in group["params"]]
         stand_ins = {id(each): nn.Parameter(nothing, requires_grad=False) for each in params}
@@ -105,16 +140,11 @@ class OwnSteps(OfOptimizer):
             if not isinstance(value, torch.Tensor) or not value.dim():
                 found[name] = value
             elif tuple(value.shape) == seen.shape:
-                whole = seen.flat(value)
-                piece = torch.empty(own.numel, dtype=value.dtype, device=like.device)
-                for each in (entry.seen.span for entry in entries):
-                    if not (part := own.intersect(each)).is_empty:
-                        piece[part.shift(-own.start).slice].copy_(whole[part.shift(-each.start).slice])
+                piece = seen.flat(value).repeat(len(entries))[own.slice].to(like.device)
                 found[name] = piece.as_strided(like.shape, like.stride())
-            elif len(entries) > 1:
-                return {}
             else:
-                found[name] = value.as_subclass(KeptWhole)
+                of_all = value if seen.expert is None else value.expand(len(entries), *value.shape).clone()
+                found[name] = of_all.as_subclass(KeptWhole)
         return found
 
 

@@ -48,6 +48,11 @@ class Way:
         """It in a few words."""
         return f"{self.shards:,} shards x {self.replicas:,} replicas, units {self.units!r}, layout {self.layout!r}"
 
+    @property
+    def axes(self) -> tuple[range, range]:
+        """The ranks of the first one's shards, and of the copies of its part."""
+        return range(self.shards), range(0, self.shards * self.replicas, self.shards)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -284,17 +289,14 @@ def _on_meta(model: nn.Module, *about: Any) -> tuple[Any, ...]:
 
 def _leave_meta(model: nn.Module) -> None:
     """Let ignored parameters, and buffers, be on the device: in the dry run this takes no memory."""
-    known: dict[int, torch.Tensor] = {}
+    known: dict[torch.Tensor, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in known:
-                    made = torch.empty_like(tensor, device="cpu")
-                    is_trained = isinstance(tensor, nn.Parameter)
-                    known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_trained else made
-                tensors[name] = known[id(tensor)]  # type: ignore[assignment]
+                if tensor is not None and tensor.is_meta:
+                    made: Any = torch.empty_like(tensor, device="cpu")
+                    made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                    tensors[name] = known.setdefault(tensor, made)
 
 
 # Arguments of `FullyShardedDataParallel` that differ between the ways, or that a dry run has no groups for.
@@ -330,18 +332,8 @@ def _wrapped(model: nn.Module, way: Way, options: Mapping[str, Any]) -> Any:
         strategy = ShardingStrategy.NO_SHARD
     elif way.replicas > 1:
         strategy = ShardingStrategy.HYBRID_SHARD
-        groups = tuple(new_group(tuple(each), "plans") for each in (_ranks_of_shards(way), _ranks_of_replicas(way)))
+        groups = tuple(new_group(tuple(each), "plans") for each in way.axes)
     return FullyShardedDataParallel(model, groups, strategy, auto_wrap_policy=way.policy, layout=way.given, **options)
-
-
-def _ranks_of_shards(way: Way) -> range:
-    """The ranks that hold the other parts of what the first one has."""
-    return range(way.shards)
-
-
-def _ranks_of_replicas(way: Way) -> range:
-    """The ranks that hold the same part as the first one."""
-    return range(0, way.shards * way.replicas, way.shards)
 
 
 def _received(plan: Plan, way: Way, node: int) -> tuple[int, int]:
@@ -351,14 +343,13 @@ def _received(plan: Plan, way: Way, node: int) -> tuple[int, int]:
     twice that in a reduction to all, which is both. Of an exchange of matrices ([Note: matrix exchange]) it receives
     about what it sends, and as much from each of the others.
     """
-    shards, replicas = _ranks_of_shards(way), _ranks_of_replicas(way)
+    shards, replicas = way.axes
     inside = across = 0
     for kind, ranks, times, parts in (
         ("all_gather", shards, 1, len(shards)),
         ("reduce_scatter", shards, 1, len(shards)),
         ("all_reduce", replicas, 2, len(replicas)),
         ("all_to_all", shards, 1, max(1, len(shards) - 1)),
-        ("to_replicas", replicas, 1, max(1, len(replicas) - 1)),
     ):
         size, near = plan.comm.get(kind, (0, 0))[1], sum(rank < node for rank in ranks)
         inside += times * size * (near - 1) // parts

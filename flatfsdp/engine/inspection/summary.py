@@ -274,7 +274,7 @@ class Stats:
         """Kind of collective to (number of calls, bytes) of this rank since the last `reset()`.
 
         Kinds: `all_gather` (of parameters), `reduce_scatter` and `all_reduce` (of gradients), `comm_hook` (calls of a
-        communication hook), `all_to_all` and `to_replicas` (of `matrix_steps`), `broadcast`, and `scalar` for norms and
+        communication hook), `all_to_all` (of `matrix_steps`), `broadcast`, and `scalar` for norms and
         agreements. Bytes are those of the unsharded side: an all-gather's output, a reduction's input; of all-to-alls,
         what this rank sends.
         """

@@ -3,10 +3,10 @@
 [Note: owners] Each matrix has one *owner*, the same at every step, since its optimizer state stays there. A matrix that
 no shard boundary cuts is stepped on where it lies. The others are given out by their cost, the longest first, each to
 the rank that has least to compute so far, and among equal ones to that which has most of the matrix already. Replicas
-can share the work: an owner in one of them computes for all, if computing costs more than sending the result. Matrices
-are exchanged in *buckets*, so that one bucket is sent while another is computed. Every bucket has about equally many
-elements for each owner, so that all ranks compute. Everything here is a function of layouts and costs, which are equal
-on all ranks, in integers only: no rank needs to know from another what that sends.
+of ranks have owners of their own. Matrices are exchanged in *buckets*, so that one bucket is sent while another is
+computed. Every bucket has about equally many elements for each owner, so that all ranks compute. Everything here is a
+function of layouts and costs, which are equal on all ranks, in integers only: no rank needs to know from another what
+that sends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ...errors import ConfigValueError, InternalError
+from ...errors import ConfigValueError
 from ..layout.layout import FlatLayout, Span
 
 NOTHING = Span(0, 0)
@@ -76,14 +76,10 @@ def parts_of(layout: FlatLayout, index: int, within: Span) -> dict[int, Span]:
 class OwnerPlan:
     """The owner of each matrix, and the order in which matrices are exchanged.
 
-    Where parts are replicated, one owner computes for all replicas. A *member* is a rank of one of them, as a number:
-    `replica * world + rank`.
-
     Attributes:
         world: the number of ranks that have different parts.
-        replicas: the number of copies of each part.
         matrices: those that the optimizer steps on.
-        owners: for each the member that owns it.
+        owners: for each the rank that owns it.
         buckets: the matrices of each bucket, as indices, in the order of `matrices`.
 
     Example:
@@ -95,46 +91,31 @@ class OwnerPlan:
     """
 
     world: int
-    replicas: int
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix], *, world: int, bucket: int, replicas: int = 1) -> OwnerPlan:
+    def of(cls, matrices: Sequence[Matrix], *, world: int, bucket: int) -> OwnerPlan:
         """The plan for `matrices`; `bucket`: the elements of a bucket, about.
 
         Raises:
-            ConfigValueError: an owner that was asked for is no member.
+            ConfigValueError: an owner that was asked for is no rank.
         """
         matrices = tuple(matrices)
-        owners = _balanced(matrices, world, replicas)
-        share = max(1, bucket // (world * replicas))
-        return cls(world, replicas, matrices, owners, _in_buckets(matrices, owners, share))
-
-    def __post_init__(self) -> None:
-        """Verify that the parts of each matrix cover it, and that every matrix is in one bucket."""
-        for matrix in self.matrices:
-            end = 0
-            for rank, span in matrix.parts.items():
-                if span.start != end or not 0 <= rank < self.world:
-                    raise InternalError(f"the parts {matrix.parts} of {matrix.name!r} are no partition of it")
-                end = span.stop
-            if end != matrix.numel:
-                raise InternalError(f"the parts of {matrix.name!r} have {end} of its {matrix.numel} elements")
-        if sorted(index for bucket in self.buckets for index in bucket) != [*range(len(self.matrices))]:
-            raise InternalError(f"the buckets {self.buckets} do not hold {len(self.matrices)} matrices once each")
+        owners = _balanced(matrices, world)
+        return cls(world, matrices, owners, _in_buckets(matrices, owners, max(1, bucket // world)))
 
     # -- what ranks send -----------------------------------------------------------------------------------------------
 
-    def outgoing(self, bucket: Iterable[int], member: int) -> list[list[Piece]]:
-        """For each owner in its replica the parts of matrices in `bucket` that `member` sends to it, in this order;
-        they come back in the same one."""
+    def outgoing(self, bucket: Iterable[int], rank: int) -> list[list[Piece]]:
+        """For each owner the parts of matrices in `bucket` that `rank` sends to it, in this order; they come back in
+        the same one."""
         found: list[list[Piece]] = [[] for _ in range(self.world)]
         for index in bucket:
-            span, owner = self.matrices[index].span_of(member % self.world), self.owners[index]
-            if self.in_one_replica(owner, member) and owner != member and not span.is_empty:
-                found[owner % self.world].append((index, span))
+            span, owner = self.matrices[index].span_of(rank), self.owners[index]
+            if owner != rank and not span.is_empty:
+                found[owner].append((index, span))
         return found
 
     def incoming(self, bucket: Iterable[int], owner: int) -> list[list[Piece]]:
@@ -142,62 +123,35 @@ class OwnerPlan:
         found: list[list[Piece]] = [[] for _ in range(self.world)]
         for index in bucket:
             for rank, span in self.matrices[index].parts.items() if self.owners[index] == owner else ():
-                if rank != owner % self.world:
+                if rank != owner:
                     found[rank].append((index, span))
         return found
 
-    def copies(self, bucket: Iterable[int], rank: int) -> list[list[Piece]]:
-        """For each replica the parts that `rank` has of matrices in `bucket` with an owner there, which the other
-        replicas get from it; no parts if there is one replica."""
-        found: list[list[Piece]] = [[] for _ in range(self.replicas)]
-        for index in bucket if self.replicas > 1 else ():
-            span = self.matrices[index].span_of(rank)
-            if not span.is_empty:
-                found[self.owners[index] // self.world].append((index, span))
-        return found
+    def is_exchanged(self, bucket: Iterable[int]) -> bool:
+        """Whether any rank sends anything for the matrices of `bucket`."""
+        return any(rank != self.owners[index] for index in bucket for rank in self.matrices[index].parts)
 
-    def in_one_replica(self, one: int, other: int) -> bool:
-        """Whether two members are ranks of the same replica."""
-        return one // self.world == other // self.world
+    def sent(self, rank: int) -> int:
+        """The elements that `rank` sends to owners in a step: its parts of matrices that others own. As many updated
+        ones come back."""
+        return elements_of(self.outgoing(range(len(self.matrices)), rank))
 
-    def is_exchanged(self, bucket: Iterable[int], member: int) -> bool:
-        """Whether any rank in the replica of `member` sends anything for the matrices of `bucket`: the same answer on
-        all of them."""
-        return any(
-            rank != self.owners[index] % self.world
-            for index in bucket
-            if self.in_one_replica(self.owners[index], member)
-            for rank in self.matrices[index].parts
-        )
-
-    def sent(self, member: int) -> int:
-        """The elements that `member` sends to owners in a step: its parts of matrices that other ranks of its replica
-        own. As many updated ones come back."""
-        return elements_of(self.outgoing(range(len(self.matrices)), member))
-
-    def returned(self, member: int) -> int:
-        """The elements that `member` sends back in a step: all of its matrices but its own parts. As many come to it
+    def returned(self, rank: int) -> int:
+        """The elements that `rank` sends back in a step: all of its matrices but its own parts. As many come to it
         before."""
-        return elements_of(self.incoming(range(len(self.matrices)), member))
+        return elements_of(self.incoming(range(len(self.matrices)), rank))
 
-    def copied(self, member: int) -> int:
-        """The updated elements that `member` sends to other replicas in a step: its parts of matrices that its own
-        replica owns, to each of them."""
-        held = self.copies(range(len(self.matrices)), member % self.world)[member // self.world]
-        return elements_of([held]) * (self.replicas - 1)
-
-    def exchanges(self, member: int) -> int:
-        """The collectives of a step in which `member` takes part: for each bucket one to the owners and one back if
-        anything is cut, and one among replicas."""
-        between = sum(self.is_exchanged(bucket, member) for bucket in self.buckets)
-        return 2 * between + sum(any(self.copies(bucket, member % self.world)) for bucket in self.buckets)
+    @property
+    def exchanges(self) -> int:
+        """The collectives of a step: for each bucket one to the owners and one back, if anything is cut."""
+        return 2 * sum(map(self.is_exchanged, self.buckets))
 
     # -- balance -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
-        """For each member the cost of its matrices."""
-        loads = [0] * (self.world * self.replicas)
+        """For each rank the cost of its matrices."""
+        loads = [0] * self.world
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             loads[owner] += matrix.cost
         return tuple(loads)
@@ -210,7 +164,7 @@ class OwnerPlan:
 
     def facts(self) -> Iterator[str]:
         """Everything that has to be equal on all ranks, in words."""
-        yield f"world {self.world} replicas {self.replicas} buckets {self.buckets}"
+        yield f"world {self.world} buckets {self.buckets}"
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             parts = " ".join(f"{rank}:{span}" for rank, span in matrix.parts.items())
             yield f"{matrix.name!r} {matrix.shape} {owner} {parts}"
@@ -221,9 +175,9 @@ def elements_of(of_ranks: Iterable[Iterable[Piece]]) -> int:
     return sum(span.numel for pieces in of_ranks for _, span in pieces)
 
 
-def _balanced(matrices: Sequence[Matrix], world: int, replicas: int) -> tuple[int, ...]:
+def _balanced(matrices: Sequence[Matrix], world: int) -> tuple[int, ...]:
     owners = [-1] * len(matrices)
-    loads = [0] * (world * replicas)
+    loads = [0] * world
     free = []
     for index, matrix in enumerate(matrices):
         if matrix.asked is not None and not 0 <= matrix.asked < len(loads):
@@ -235,19 +189,17 @@ def _balanced(matrices: Sequence[Matrix], world: int, replicas: int) -> tuple[in
         else:
             owners[index] = matrix.asked
             loads[matrix.asked] += matrix.cost
-    idle = [(load, member) for member, load in enumerate(loads)]
+    idle = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(idle)
     # Where a matrix lies, it is stepped on without traffic: a given load, before others are balanced.
     for index in sorted(free, key=lambda index: (matrices[index].is_cut, -matrices[index].cost, index)):
         while loads[idle[0][1]] != idle[0][0]:  # it was given a matrix since
             heapq.heappop(idle)
         matrix, (least, owner) = matrices[index], idle[0]
-        numels = [(rank, span.numel) for rank, span in matrix.parts.items()]
-        having = {replica * world + rank: numel for rank, numel in numels for replica in range(replicas)}
         if not matrix.is_cut:
-            owner = min(having, key=lambda member: (loads[member], member))
-        elif able := [member for member in having if loads[member] == least]:
-            owner = max(able, key=lambda member: (having[member], -member))
+            (owner,) = matrix.parts or (0,)
+        elif able := [rank for rank in matrix.parts if loads[rank] == least]:
+            owner = max(able, key=lambda rank: (matrix.parts[rank].numel, -rank))
         owners[index] = owner
         loads[owner] += matrix.cost
         heapq.heappush(idle, (loads[owner], owner))
