@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatfsdp import FullyShardedDataParallel
+from flatfsdp.engine.runtime.backward import Backward
 from flatfsdp.engine.schedule.backward_schedule import BackwardSchedule
 from tests.agreement.test_agreement import Net, message_of, mixed_gathers, same, step, wrap
 from tests.conftest import Run
@@ -115,3 +117,26 @@ def diverge_later(rank: int, world: int) -> None:
 def test_what_a_rank_issued_that_went_on_meets_nothing_else(pool2: Run) -> None:
     """The bitmap of gradients at the end of its backward met the next model's first comparison."""
     pool2(diverge_later)
+
+
+def fail_before_the_bitmap(rank: int, world: int) -> str:
+    model = wrap(Net(), join_units_below=0)
+    for _ in range(2):
+        step(model)
+    if rank == 0:  # lacks no gradient: it does not wait for the bitmap
+        step(model)
+        while inspect.verdict_of(model)() is None:
+            time.sleep(0.05)
+    else:
+        with patch.object(Backward, "_end_reductions", side_effect=ValueError("boom")), pytest.raises(ValueError):
+            step(model)
+    assert "abandoned its iteration in a backward" in message_of(lambda: step(model))
+    return message_of(lambda: values_of(wrap(new_net())))
+
+
+def test_a_bitmap_without_those_of_others_ends_what_goes_on_over_the_group(pool2: Run) -> None:
+    """It met the next small collective of the others, whatever that was."""
+    message = same(pool2(fail_before_the_bitmap))
+    assert message.startswith("ranks that have diverged before have issued different collectives "), message
+    more, fewer = map(int, re.findall(r"(\d+) bitmaps of gradients", message))
+    assert more == fewer + 1

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flatfsdp.engine.agreement.unused_params import bitmaps_in
+from flatfsdp.engine.base import per_group
 from flatfsdp.engine.base.events import Observer
 from flatfsdp.engine.cpu import exchange as exchanges
 from flatfsdp.engine.cpu import groups
@@ -603,9 +605,11 @@ def looks(exchange: Any) -> int:
     return int(exchange._shared.looks)
 
 
-def issued_by_group() -> dict[str, tuple[int, int]]:
-    """The places of all exchanges through shared memory of this process, by the names of their groups."""
-    return {each._name: each.position for each in exchanges._all()}
+def issued_by_group() -> dict[str, object]:
+    """The places of all exchanges through shared memory of this process, by the names of their groups, and the bitmaps
+    of gradients in each group."""
+    bitmaps = {f"bitmaps in {each.group_name}": bitmaps_in(each) for each in [*per_group._made]}
+    return {**{each._name: each.position for each in exchanges._all()}, **bitmaps}
 
 
 _LOOKS_ALONE = exchanges._LOOKS_ALONE

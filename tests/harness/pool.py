@@ -53,7 +53,7 @@ class _Answer:
     result: Any
     error: str | None
     groups: int  # process groups that exist in the worker
-    issued: dict[str, tuple[int, int]]  # the places of those that share memory, the same on all ranks
+    issued: dict[str, object]  # by all ranks, so the same on each
 
 
 def run(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -535,3 +536,14 @@ def test_what_blocks_a_thread_is_entered_for_as_long_as_it_lasts() -> None:
         assert time.monotonic() - waits.blocked_since() < 10
     assert math.isinf(waits.blocked_since())
     assert ANSWER > 2, "a watch looks once per period"
+
+
+def test_a_process_ends_without_collectives_that_ranks_may_never_issue() -> None:
+    """A rank that was done with its last step waited ten seconds for one that had failed in it."""
+    watched = Watchdog(Notes({}), rank=0, world=2)
+    pending, looks = SimpleNamespace(is_completed=lambda: False), iter([False, False, True])
+    watched.outlast([pending], lambda: next(looks))
+    began = time.monotonic()
+    watched.finish_works()
+    assert next(looks, None) is None
+    assert time.monotonic() - began < watch.OUTLAST

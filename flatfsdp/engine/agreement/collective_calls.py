@@ -35,22 +35,23 @@ _made: Counter[str] = Counter()
 _AFTER = " after it has issued "
 
 
-def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") -> bool:
+def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") -> None:
     """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
 
-    `issued`: the collectives before it, in words; returns whether these are the same. [Note: parted streams]
+    `issued`: the collectives before it, in words, which must be the same. [Note: parted streams]
 
     Returns at once for fake process groups, and on threads in the background.
 
     Raises:
-        AgreementError: on every rank: some ranks make another call, or the meeting can never complete.
+        AgreementError: on every rank: some ranks make another call, or it after other collectives, or the meeting can
+            never complete.
     """
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config(process_group)):
-        return True
+        return
     # A background thread has a group of its own, for calls that all ranks have already met for. If a rank dies, the
     # backend wakes the thread, while its wait in the store would not be watched.
     if not keeps_program():
-        return True
+        return
     watch = current_watch()
     notes = watch.store
     scope = f"{hash63(str(tuple(ranks))):x}"
@@ -70,15 +71,19 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
         notes.post(f"{prefix}/note/{dist.get_rank()}", call)
         texts = {rank: one_line(text) for rank, text in texts_at(notes, prefix, ranks).items()}
         notes.let_all_read(prefix, len(ranks), READING)
-        texts = {rank: text.partition(_AFTER)[0] for rank, text in texts.items()}
-        if len({*texts.values()}) == 1:
-            return False
+        calls = {rank: text.partition(_AFTER)[0] for rank, text in texts.items()}
+        if len({*calls.values()}) == 1:
+            before_it = {rank: text.partition(_AFTER)[2] or "none" for rank, text in texts.items()}
+            raise AgreementError(
+                "ranks that have diverged before have issued different collectives since, or then: "
+                f"{by_ranks(before_it, ': ')}. The next ones would be matched with earlier ones of other ranks, and "
+                "values mixed up. Create the process group again, use another one, or restart the program"
+            )
         raise AgreementError(
-            f"{by_ranks(texts)}. These calls are collective: all ranks must make the same, in the same order"
+            f"{by_ranks(calls)}. These calls are collective: all ranks must make the same, in the same order"
         )
     if dist.get_rank() == ranks[0]:  # all ranks are here, so all have left the previous call
         erase(notes, f"call/{scope}/{_made[scope] - 1}")
-    return True
 
 
 def forget_calls() -> None:

@@ -2,8 +2,9 @@
 
 [Note: parted streams] Chunks in shared memory are matched by their numbers alone. When ranks have diverged, one may
 have issued collectives that others have not: a new model over their group would take one unit's chunks for another's
-without an error. So ranks compare what they have issued before a model first runs. Models that had run fail with the
-one that diverged.
+without an error. A bitmap of gradients, for which a rank does not wait ([Note: unused]), would meet any collective of
+the others. So ranks compare what they have issued before a model first runs, and do so in the store: an exchange could
+meet a bitmap. Models that had run fail with the one that diverged.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from ..watchdog.regions import expecting
 from .collective_calls import meet
 from .object_collectives import ranks_over
 from .rank_exchange import NO_ANSWER, RankExchange
-
-ISSUED_BEFORE = "collectives before it"  # the subject of a fact
+from .unused_params import bitmaps_in
 
 
 def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
@@ -70,17 +70,16 @@ def exchange_facts(
             groups = {
                 each.group.process_group: None for each in (axis, *peers.gathers) if each.group.ranks == group.ranks
             }
-            issued = ", ".join(filter(None, map(issued_in, groups)))
-            if not meet(group.process_group, group.ranks, "compares its model", issued):
-                peers.parted = [(ISSUED_BEFORE, issued, True)]
-        return peers.exchange(_fingerprint([*facts, *peers.parted]), extra, *position)
+            issued = ", ".join(filter(None, [*map(issued_in, groups), bitmaps_in(group.process_group)]))
+            meet(group.process_group, group.ranks, "compares its model", issued)
+        return peers.exchange(_fingerprint(facts), extra, *position)
 
 
 def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, list[int]]) -> None:
     """If ranks differ by their `answers`, raise an AgreementError with the first of the `facts` in which they do."""
     codes = {rank: code for rank, (code, *_) in answers.items()}
     if len(set(codes.values())) > 1:
-        texts = peers.publish(json.dumps([*facts, *peers.parted]), codes)
+        texts = peers.publish(json.dumps([*facts]), codes)
         peers.fail_with(AgreementError(_first_difference({ranks: _facts(text) for ranks, text in texts.items()})))
 
 
@@ -167,12 +166,6 @@ def _first_difference(reported: Mapping[tuple[int, ...], list[Fact]]) -> str:
         f"{ranks_in_words(ranks)}: {value if together else f'{subject} {value}'.strip()}"
         for ranks, (subject, value, _) in zip(reported, facts, strict=True)
     )
-    if subjects & {ISSUED_BEFORE}:
-        return (
-            f"ranks that have diverged before have issued different collectives since, or then: {words}. The next ones "
-            "would be matched with earlier ones of other ranks, and values mixed up. Create the process group again, "
-            "use another one, or restart the program"
-        )
     where = f" in {subjects.pop()}" if together else ""
     return (
         f"ranks construct different models; the first difference is{where}: {words}. Build the same module with the "

@@ -18,7 +18,6 @@ import torch
 from ...errors import AgreementError, fail, ranks_by_value
 from ..base import _torch
 from ..base.hashing import hash63
-from ..base.peers import Fact
 from ..comm.transport import Transport
 from ..transports.blocking import gather_now
 from ..watchdog.regions import current_watch
@@ -39,7 +38,6 @@ class RankExchange:
     Attributes:
         axes: the axes of exchanges, used one after the other; none if this rank is alone.
         gathers: the transports of gathers, which may have process groups of their own.
-        parted: the fact that ranks have issued different collectives before the model runs; empty otherwise.
         beside: those of other models that run in turns with this one, and fail with it.
         rank, ranks: this rank, and all global ranks of the model, once they have answered.
         scope: the name of this model in the store, the same on all its ranks; "" if there is no other rank.
@@ -51,7 +49,6 @@ class RankExchange:
     def __init__(self) -> None:
         self.axes: Sequence[Transport] = ()
         self.gathers: Sequence[Transport] = ()
-        self.parted: Sequence[Fact] = ()
         self.beside: weakref.WeakSet[RankExchange] = weakref.WeakSet()
         self.rank = 0
         self.ranks: tuple[int, ...] = ()

@@ -15,15 +15,42 @@ collective of a program that catches the error.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
-from ..base.per_group import for_group
+from ..base.per_group import for_group, known_for_group
 from ..base.wait_limits import blocked
-from ..comm.transport import Transport
 from ..device.streams import Work
 from ..transports.blocking import start_maximum
 from .rank_exchange import RankExchange
+
+_KEY = "bitmaps"  # of a process group
+
+
+class GroupBitmaps:
+    """The bitmaps that this rank has reduced over one process group, for all models.
+
+    Attributes:
+        issued: their number.
+    """
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self._ones: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def ones(self, device: torch.device, count: int) -> torch.Tensor:
+        """The bitmap of a rank that lacks nothing of so many parameters. It lives as long as the group: a collective
+        for which nobody waits may use it when the model is gone."""
+        if (device, count) not in self._ones:
+            self._ones[device, count] = torch.ones(count, dtype=torch.uint8, device=device)
+        return self._ones[device, count]
+
+
+def bitmaps_in(process_group: Any) -> str:
+    """The bitmaps that this rank has reduced over `process_group`, in words; "" for none. Not collective."""
+    issued = known_for_group(process_group, _KEY, lambda found: found.issued)
+    return f"{issued} bitmaps of gradients in group {process_group.group_name}" if issued else ""
 
 
 class UnusedParams:
@@ -31,13 +58,15 @@ class UnusedParams:
 
     def __init__(self, peers: RankExchange) -> None:
         self._peers = peers
+        self._diverged = lambda: peers.verdict
         self._count = 0
+        self._over: list[GroupBitmaps] = []  # of each axis
         self._ones: list[torch.Tensor] = []  # the bitmap of a rank that lacks nothing, for each axis
         self._works: list[Work] = []  # of the last bitmap, of a rank that did not wait for it
 
     def connect(self, count: int) -> None:
         """Set the number of the model's parameters. Its axes are known."""
-        self._count, self._ones = count, []
+        self._count, self._over, self._ones = count, [], []
 
     def begin(self) -> None:
         """A backward begins. Waits for the last bitmap."""
@@ -50,12 +79,17 @@ class UnusedParams:
         """Those parameters, of the ones that this rank is `lacking` a gradient for, that all ranks lack: a bit each.
         Collective over all axes; waits only if this rank lacks some."""
         axes, watch = self._peers.axes, self._peers.watch
+        if not self._over:
+            self._over = [for_group(axis.group.process_group, _KEY, GroupBitmaps) for axis in axes]
+            self._ones = [
+                each.ones(axis.device.device, self._count) for axis, each in zip(axes, self._over, strict=True)
+            ]
+        for each in self._over:
+            each.issued += 1
         if not lacking:
-            if not self._ones:
-                self._ones = [_ones_of(axis, self._count) for axis in axes]
             self._works = [start_maximum(axis, ones) for axis, ones in zip(axes, self._ones, strict=True)]
             if watch is not None:  # ones are the maximum; others still need them if this process ends now
-                watch.outlast(self._works)
+                watch.outlast(self._works, self._diverged)
             return 0
         came = [1 - (lacking >> index & 1) for index in range(self._count)]
         bitmap = torch.tensor(came, dtype=torch.uint8, device=axes[0].device.device)
@@ -70,12 +104,3 @@ class UnusedParams:
         """Ranks have diverged, at the end of this backward or before: reduce the bitmap for those that wait for it."""
         with contextlib.suppress(RuntimeError):  # a connection broke: nobody waits
             self.lacked_by_all(0)
-
-
-def _ones_of(axis: Transport, count: int) -> torch.Tensor:
-    """The bitmap of ones of models with so many parameters. It is kept with the group: a collective for which nobody
-    waits may use it when the model is gone."""
-    kept: dict[int, torch.Tensor] = for_group(axis.group.process_group, ("ones", axis.device.device), dict)
-    if count not in kept:
-        kept[count] = torch.ones(count, dtype=torch.uint8, device=axis.device.device)
-    return kept[count]

@@ -103,7 +103,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         # Of the last models, by their names in the store; it outlives them, and the watch.
         self.progress: dict[str, reports.Progress] = {}
-        self._works: list[Any] = []  # collectives for which this rank does not wait
+        # Collectives for which this rank does not wait, and whether the ranks of their model have diverged.
+        self._works: list[tuple[Any, Callable[[], object]]] = []
         self._closed = False
         self._store_is_gone = False
         # Set while the main thread, after a lost connection, waits until the first is true; and the poll's purpose.
@@ -228,18 +229,22 @@ class Watchdog:
         models = sorted(self._local.watched, key=lambda each: each.doing[1])
         return models[-1].last_step if models else ""
 
-    def outlast(self, works: Sequence[Any]) -> None:
+    def outlast(self, works: Sequence[Any], diverged: Callable[[], object]) -> None:
         """Let this process end only when the other ranks have finished these collectives, too, for which it does not
-        wait: they would lose their connection to it."""
-        self._works = [each for each in self._works if not each.is_completed()]
-        self._works += works
+        wait: they would lose their connection to it. Once they have `diverged` some may never issue them."""
+        self._works = [each for each in self._works if not each[0].is_completed()]
+        self._works += [(work, diverged) for work in works]
 
     def finish_works(self, *, failed: bool = False) -> None:
         """Wait for those of `outlast`, at the end of the process, while the thread still answers. `failed`: the process
         ends by an exception, and the others cannot continue."""
         if failed:
             self._works = []
-        self.store.wait(lambda: self._lost or all([each.is_completed() for each in self._works]), OUTLAST)
+
+        def over() -> object:
+            return self._lost or all([work.is_completed() or diverged() for work, diverged in self._works])
+
+        self.store.wait(over, OUTLAST)
 
     def close(self, *, destroyed: bool = False) -> None:
         """Stop the threads: otherwise the interpreter's exit would end them in the middle of a call. `destroyed`: the
