@@ -119,8 +119,8 @@ def test_what_a_rank_issued_that_went_on_meets_nothing_else(pool2: Run) -> None:
     pool2(diverge_later)
 
 
-def fail_before_the_bitmap(rank: int, world: int) -> str:
-    model = wrap(Net(), join_units_below=0)
+def fail_before_the_bitmap(rank: int, world: int, strategy: str) -> str:
+    model = wrap(Net(), join_units_below=0, sharding_strategy=strategy)
     for _ in range(2):
         step(model)
     if rank == 0:  # lacks no gradient: it does not wait for the bitmap
@@ -134,9 +134,11 @@ def fail_before_the_bitmap(rank: int, world: int) -> str:
     return message_of(lambda: values_of(wrap(new_net())))
 
 
-def test_a_bitmap_without_those_of_others_ends_what_goes_on_over_the_group(pool2: Run) -> None:
-    """It met the next small collective of the others, whatever that was."""
-    message = same(pool2(fail_before_the_bitmap))
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_bitmap_without_those_of_others_ends_what_goes_on_over_the_group(pool2: Run, strategy: str) -> None:
+    """It met the next small collective of the others, whatever that was. Without shards, where a forward compares
+    nothing, the next backward waited for it."""
+    message = same(pool2(fail_before_the_bitmap, strategy))
     assert message.startswith("ranks that have diverged before have issued different collectives "), message
     more, fewer = map(int, re.findall(r"(\d+) bitmaps of gradients", message))
     assert more == fewer + 1

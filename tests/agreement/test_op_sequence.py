@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from flatfsdp.engine.agreement.op_sequence import OpSequence
 from flatfsdp.engine.agreement.ops import Op
 from flatfsdp.engine.agreement.rank_exchange import RankExchange
 from flatfsdp.engine.agreement.turns import ModelOrder
+from flatfsdp.engine.agreement.unused_params import UnusedParams
 from flatfsdp.engine.base.events import EventLog
 from flatfsdp.engine.comm.comm_stats import CommStats
 from flatfsdp.engine.watchdog.store import StoreClient
@@ -136,3 +139,15 @@ def test_a_call_that_begins_after_the_watch_was_abandoned_fails_at_once() -> Non
             with pytest.raises(LostRankError, match="rank 1 is lost"):
                 collective_calls.meet(None, RANKS, "compares its model")
     watch.close()
+
+
+def test_what_a_watch_keeps_of_bitmaps_keeps_no_process_group() -> None:
+    peers = RankExchange()
+    unused = UnusedParams(peers)
+    diverged, gone = unused._diverged, weakref.ref(peers)
+    peers.verdict = AgreementError("ranks diverged")
+    assert diverged()
+    del peers, unused
+    gc.collect()
+    assert gone() is None
+    assert not diverged()

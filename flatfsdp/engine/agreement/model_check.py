@@ -65,13 +65,21 @@ def exchange_facts(
     members = ranks_over(peers.axes)
     with expecting(members, doing or f"compares its model with that of ranks {', '.join(map(str, members))}"):
         # One kind of meeting for comparisons in constructors and at the first forward. [Note: calls]
+        parted = ""
         for axis in peers.axes:
             group = axis.group
             groups = {
                 each.group.process_group: None for each in (axis, *peers.gathers) if each.group.ranks == group.ranks
             }
-            issued = ", ".join(filter(None, [*map(issued_in, groups), bitmaps_in(group.process_group)]))
-            meet(group.process_group, group.ranks, "compares its model", issued)
+            issued = ", ".join(filter(None, [*map(issued_in, groups), bitmaps_in(group.process_group), parted]))
+            words = meet(group.process_group, group.ranks, "compares its model", issued)
+            parted = parted or words  # of which ranks of other groups hear along the next axis
+        if parted:
+            raise AgreementError(
+                "ranks that have diverged before have issued different collectives since, or then: "
+                f"{parted}. The next ones would be matched with earlier ones of other ranks, and values mixed up. "
+                "Create the process group again, use another one, or restart the program"
+            )
         return peers.exchange(_fingerprint(facts), extra, *position)
 
 

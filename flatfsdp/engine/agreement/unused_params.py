@@ -15,6 +15,7 @@ collective of a program that catches the error.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class UnusedParams:
 
     def __init__(self, peers: RankExchange) -> None:
         self._peers = peers
-        self._diverged = lambda: peers.verdict
+        found = weakref.ref(peers)  # the watch keeps what follows, and must not keep groups
+        self._diverged = lambda: (peers := found()) is not None and peers.verdict
         self._count = 0
         self._over: list[GroupBitmaps] = []  # of each axis
         self._ones: list[torch.Tensor] = []  # the bitmap of a rank that lacks nothing, for each axis
@@ -69,7 +71,8 @@ class UnusedParams:
         self._count, self._over, self._ones = count, [], []
 
     def begin(self) -> None:
-        """A backward begins. Waits for the last bitmap."""
+        """A backward begins. Waits for the last bitmap, unless ranks have diverged: some may never reduce it."""
+        self._peers.raise_verdict()
         if self._works:
             with blocked():
                 while self._works:

@@ -160,7 +160,7 @@ class _Gradients(NamedTuple):
     def exact_norm(self, p: int, device: torch.device) -> torch.Tensor:
         """`norm` for p = 1 or 2, of which no bit depends on the order of ranks or elements. [Note: exact sums]"""
         every = [(axes, side_by_side(grads)) for axes, grads in (([], self.whole), *self.sharded.values())]
-        largest = _power_sum(chain(*(grads for _, grads in every)), math.inf, device, self.wide)
+        largest = _power_sum(chain(*(grads for _, grads in every)), math.inf, device, torch.float64)
         for axis in chain(*(axes for axes, _ in every)):
             largest = gather_now(axis, largest).amax()  # of all that is added up over this axis
         scale, sums = scale_for(largest), []
