@@ -30,7 +30,7 @@ from ..engine.wrapping.regrouping import Regrouping, Target, at_rest, release
 from ..errors import AgreementError, ConfigValueError, UsageError, by_ranks, refuse_type
 from ..messages import meet_and_gather
 from .holding import KEPT, Entry, Facts, Holding, Value, buffers_of, whole
-from .transfer import Moved, assign, transfer
+from .transfer import MOVES, Moved, assign, transfer
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ class _Regroup:
         release(units_in(self.model), LEFT)
         if self.optimizer is not None:
             self.optimizer.state.clear()
-        self._all("is done", lambda: None)
+        self._all(MOVES, lambda: None)
         return moved
 
     def move(self, target_of: Callable[[Unit], Target]) -> Moved:
@@ -192,7 +192,7 @@ class _Regroup:
             filling.begin([facts for each in reports for facts in each.brings])
 
         moved, _ = self._exchange(prepare, rebuild, filling.target)
-        self._all("is done", filling.end, begun=True)
+        self._all(MOVES, filling.end, begun=True)
         return moved
 
     def _report(self, needs: Iterable[Entry], check_values: str) -> _Report:

@@ -7,6 +7,7 @@ something to send or to receive take part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,18 @@ from ..engine.base.wait_limits import blocked
 Message = tuple[int, torch.Tensor]  # a rank of the group, and dense memory
 
 
-def swap(sent: Iterable[Message], arriving: Iterable[Message], group: dist.ProcessGroup) -> None:
+def swap(
+    sent: Iterable[Message],
+    arriving: Iterable[Message],
+    group: dist.ProcessGroup,
+    waiting: Callable[[], AbstractContextManager[None]] = blocked,
+) -> None:
     """Send memory to ranks of `group`, and fill memory from ranks, in the order in which each of them sends it. Returns
-    when all of it is there."""
+    when all of it is there. `waiting`: a context around the wait for each message."""
     pairs = [(dist.isend, message) for message in sent] + [(dist.irecv, message) for message in arriving]
     made = [dist.P2POp(op, each, group=group, group_peer=rank) for op, (rank, each) in pairs if each.numel()]
-    with blocked():
-        for work in dist.batch_isend_irecv(made) if made else ():
+    for work in dist.batch_isend_irecv(made) if made else ():
+        with waiting():
             work.wait()
 
 

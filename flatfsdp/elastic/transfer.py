@@ -9,17 +9,23 @@ exchanges]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..engine.base.wait_limits import blocked
 from ..engine.watchdog.regions import expecting
 from ..errors import UsageError
 from .exchange import swap
 from .holding import KEPT, OWN, Entry, Facts, Holding
+
+MOVES = "moves a model to other ranks"  # of all waits until the last rank has its shards: some are ready long before
+LARGEST = 2**24  # bytes of a message
 
 
 class Move(NamedTuple):
@@ -171,17 +177,27 @@ def transfer(
     coming = [(move, there(move)) for move in moves if move.receiver == rank != move.sender]
     for move in kept:
         there(move).copy_(here(move))
-    sent = [(move.receiver, here(move).to(device).view(torch.uint8)) for move in going]
+    sent = [(move.receiver, part) for move in going for part in _parts(here(move).to(device))]
     arrived = [
         each
         if (each.device, each.dtype) == (device, move.entry.dtype)
         else torch.empty(move.numel, dtype=move.entry.dtype, device=device)
         for move, each in coming
     ]
-    arriving = [(move.sender, each.view(torch.uint8)) for (move, _), each in zip(coming, arrived, strict=True)]
-    with expecting(dist.get_process_group_ranks(group), "moves a model to other ranks in regroup()"):
-        swap(sent, arriving, group)
+    arriving = [(move.sender, part) for (move, _), each in zip(coming, arrived, strict=True) for part in _parts(each)]
+    swap(sent, arriving, group, partial(_waiting, dist.get_process_group_ranks(group)))
     for (_, target), each in zip(coming, arrived, strict=True):
         if target is not each:
             target.copy_(each)
     return Moved(*(sum(move.nbytes for move in side) for side in (going, [move for move, _ in coming], kept)))
+
+
+def _parts(memory: torch.Tensor) -> Iterable[torch.Tensor]:
+    return memory.view(torch.uint8).split(LARGEST)
+
+
+@contextmanager
+def _waiting(ranks: Sequence[int]) -> Iterator[None]:
+    """A context around the wait for one message: time limits hold for each, however long all of them take."""
+    with expecting(ranks, f"{MOVES} in regroup()"), blocked():
+        yield

@@ -7,7 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flatfsdp
 from flatfsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, checkpoint
-from flatfsdp.elastic import regroup
+from flatfsdp.elastic import api, regroup, transfer
 from flatfsdp.elastic.holding import Holding
 from flatfsdp.engine.wrapping.regrouping import Regrouping
 from flatfsdp.errors import AgreementError, FlatFSDPError
@@ -309,6 +311,38 @@ def test_the_bits_are_those_of_a_run_that_stays(kind: str) -> None:
     """On one rank, which has the bits of any number, and no post-forward shards."""
     (expected,) = pool.run(1, deterministic, kind.replace("post-forward shards", "fully_shard"), (1, 1, 1, 1, 1))
     assert {*pool.run(4, deterministic, kind, (4, 3, 2, 3, 4))} == {expected}
+
+
+def in_small_messages(rank: int, world: int) -> tuple[str, list[str]]:
+    """The hash of the state after moves by messages of at most 64 bytes, and what this rank said that it waited for."""
+    seen: list[str] = []
+    expecting, meets = transfer.expecting, api.meet_and_gather
+
+    def expected(ranks: Sequence[int], what: str) -> Any:
+        seen.append(what)
+        return expecting(ranks, what)
+
+    def met(*given: Any, waiting: str, **named: Any) -> Any:
+        seen.append(waiting)
+        return meets(*given, waiting=waiting, **named)
+
+    with (
+        patch.object(transfer, "LARGEST", 64),
+        patch.object(transfer, "expecting", expected),
+        patch.object(api, "meet_and_gather", met),
+    ):
+        return deterministic(rank, world, "wrapper", (3, 2, 3)), seen
+
+
+def test_a_long_move_is_many_waits_with_the_words_of_its_end() -> None:
+    """A rank that has its shards waits for others in the words of their waits: other words, which stay, would be a
+    deadlock."""
+    (expected,) = pool.run(1, deterministic, "wrapper", (1, 1, 1))
+    call = ["compares what ranks have and need in regroup()", "makes room for its new shards in regroup()"]
+    for found, seen in pool.run(3, in_small_messages):
+        assert found == expected
+        assert [words for words, _ in groupby(seen)] == 2 * [*call, "moves a model to other ranks in regroup()"]
+        assert len(seen) > 50
 
 
 def one_replica(rank: int, world: int, kind: str, gone: int) -> str:
