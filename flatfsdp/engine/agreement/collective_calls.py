@@ -35,10 +35,10 @@ _made: Counter[str] = Counter()
 _AFTER = " after it has issued "
 
 
-def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") -> str:
+def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") -> dict[int, str]:
     """Return when all `ranks`, those of `process_group`, make this `call`, which follows "rank 0 ". Collective.
 
-    `issued`: the collectives before it, in words; returns those of all ranks if they differ, else "". [Note: parted
+    `issued`: the collectives before it, in words; returns those of all ranks if they differ, else {}. [Note: parted
     streams]
 
     Returns at once for fake process groups, and on threads in the background.
@@ -47,11 +47,11 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
         AgreementError: on every rank: some ranks make another call, or the meeting can never complete.
     """
     if len(ranks) == 1 or "fake" in str(dist.get_backend_config(process_group)):
-        return ""
+        return {}
     # A background thread has a group of its own, for calls that all ranks have already met for. If a rank dies, the
     # backend wakes the thread, while its wait in the store would not be watched.
     if not keeps_program():
-        return ""
+        return {}
     watch = current_watch()
     notes = watch.store
     scope = f"{hash63(str(tuple(ranks))):x}"
@@ -73,13 +73,13 @@ def meet(process_group: Any, ranks: Sequence[int], call: str, issued: str = "") 
         notes.let_all_read(prefix, len(ranks), READING)
         calls = {rank: text.partition(_AFTER)[0] for rank, text in texts.items()}
         if len({*calls.values()}) == 1:
-            return by_ranks({rank: text.partition(_AFTER)[2] or "none" for rank, text in texts.items()}, ": ")
+            return {rank: text.partition(_AFTER)[2] for rank, text in texts.items()}
         raise AgreementError(
             f"{by_ranks(calls)}. These calls are collective: all ranks must make the same, in the same order"
         )
     if dist.get_rank() == ranks[0]:  # all ranks are here, so all have left the previous call
         erase(notes, f"call/{scope}/{_made[scope] - 1}")
-    return ""
+    return {}
 
 
 def forget_calls() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ...errors import AgreementError, few, one_rank_warns, ranks_in_words, warn
+from ...errors import AgreementError, by_ranks, few, one_rank_warns, ranks_in_words, warn
 from ..base.foreign_text import parse
 from ..base.hashing import hash63
 from ..base.peers import Checksums, Fact
@@ -27,6 +27,8 @@ from .collective_calls import meet
 from .object_collectives import ranks_over
 from .rank_exchange import NO_ANSWER, RankExchange
 from .unused_params import bitmaps_in
+
+_PARTED = "ranks that have diverged before have issued different collectives since, or then: "
 
 
 def _compared(facts: Iterable[Fact]) -> list[tuple[str, str]]:
@@ -71,16 +73,30 @@ def exchange_facts(
             groups = {
                 each.group.process_group: None for each in (axis, *peers.gathers) if each.group.ranks == group.ranks
             }
-            issued = ", ".join(filter(None, [*map(issued_in, groups), bitmaps_in(group.process_group), parted]))
-            words = meet(group.process_group, group.ranks, "compares its model", issued)
-            parted = parted or words  # of which ranks of other groups hear along the next axis
+            issued = "; ".join(filter(None, [*map(issued_in, groups), bitmaps_in(group.process_group)]))
+            # Ranks that have met nobody who diverged learn it along the next axis.
+            found = meet(group.process_group, group.ranks, "compares its model", parted or issued)
+            parted = parted or _difference(found)
         if parted:
             raise AgreementError(
-                "ranks that have diverged before have issued different collectives since, or then: "
                 f"{parted}. The next ones would be matched with earlier ones of other ranks, and values mixed up. "
                 "Create the process group again, use another one, or restart the program"
             )
         return peers.exchange(_fingerprint(facts), extra, *position)
+
+
+def _difference(issued: Mapping[int, str]) -> str:
+    """What ranks have issued in groups that all of them use, where it differs; "" where it does not: models that differ
+    may use other groups."""
+    if told := [text for text in issued.values() if text.startswith(_PARTED)]:
+        return told[0]
+    by_rank = {
+        rank: {(each.split(" ")[1], each.partition(" in group ")[2]): each for each in text.split("; ") if each}
+        for rank, text in issued.items()
+    }
+    common = set[tuple[str, str]].intersection(*map(set, by_rank.values())) if by_rank else set()
+    texts = {rank: ", ".join(found[key] for key in sorted(common)) for rank, found in by_rank.items()}
+    return f"{_PARTED}{by_ranks(texts, ': ')}" if len({*texts.values()}) > 1 else ""
 
 
 def refuse_differences(peers: RankExchange, facts: Sequence[Fact], answers: Mapping[int, list[int]]) -> None:

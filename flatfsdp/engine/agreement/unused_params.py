@@ -49,9 +49,9 @@ class GroupBitmaps:
 
 
 def bitmaps_in(process_group: Any) -> str:
-    """The bitmaps that this rank has reduced over `process_group`, in words; "" for none. Not collective."""
-    issued = known_for_group(process_group, _KEY, lambda found: found.issued)
-    return f"{issued} bitmaps of gradients in group {process_group.group_name}" if issued else ""
+    """The bitmaps that this rank has reduced over `process_group`, in words. Not collective."""
+    issued = known_for_group(process_group, _KEY, lambda found: found.issued) or 0
+    return f"{issued} bitmaps of gradients in group {process_group.group_name}"
 
 
 class UnusedParams:
