@@ -144,7 +144,7 @@ def test_a_call_that_begins_after_the_watch_was_abandoned_fails_at_once() -> Non
 def test_what_a_watch_keeps_of_bitmaps_keeps_no_process_group() -> None:
     peers = RankExchange()
     unused = UnusedParams(peers)
-    diverged, gone = unused._diverged, weakref.ref(peers)
+    diverged, gone = unused.diverged, weakref.ref(peers)
     peers.verdict = AgreementError("ranks diverged")
     assert diverged()
     del peers, unused

@@ -605,11 +605,14 @@ def looks(exchange: Any) -> int:
     return int(exchange._shared.looks)
 
 
-def issued_by_group() -> dict[str, object]:
-    """The places of all exchanges through shared memory of this process, by the names of their groups, and the bitmaps
-    of gradients in each group."""
-    bitmaps = {f"bitmaps in {each.group_name}": bitmaps_in(each) for each in [*per_group._made]}
-    return {**{each._name: each.position for each in exchanges._all()}, **bitmaps}
+def issued_by_group() -> dict[str, tuple[int, int]]:
+    """The places of all exchanges through shared memory of this process, by the names of their groups."""
+    return {each._name: each.position for each in exchanges._all()}
+
+
+def bitmaps_by_group() -> dict[str, str]:
+    """The bitmaps of gradients that this process has reduced, by the names of their groups."""
+    return {f"bitmaps in {each.group_name}": bitmaps_in(each) for each in [*per_group._made]}
 
 
 _LOOKS_ALONE = exchanges._LOOKS_ALONE

@@ -201,7 +201,9 @@ def _answer(rank: int, world: int, job: bytes) -> bytes:
         with _job_settings():
             folder, fn, args, kwargs = pickle.loads(job)
             os.chdir(folder)
-            return dumps(_Answer(fn(rank, world, *args, **kwargs), None, _count_groups(), inspect.issued_by_group()))
+            result = fn(rank, world, *args, **kwargs)
+            issued = {**inspect.issued_by_group(), **inspect.bitmaps_by_group()}
+            return dumps(_Answer(result, None, _count_groups(), issued))
     except Exception:
         return dumps(_Answer(None, traceback.format_exc(), _count_groups(), {}))
 

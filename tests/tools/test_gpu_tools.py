@@ -74,8 +74,8 @@ def test_stand_ins_are_on_the_streams(spun: list[int], monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: streams.append(device.current_stream().name))
         with gpu.StandIns(1.0):
             training.step()
-    # The last unit of the forward is gathered again: FULL_SHARD.
-    assert sorted(streams) == ["reduce"] * UNITS + ["unshard"] * 2 * UNITS
+    # The last unit of the forward is gathered again: FULL_SHARD. The bitmap is issued by the main stream.
+    assert sorted(streams) == ["compute"] + ["reduce"] * UNITS + ["unshard"] * 2 * UNITS
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -542,7 +542,7 @@ def test_a_process_ends_without_collectives_that_ranks_may_never_issue() -> None
     """A rank that was done with its last step waited ten seconds for one that had failed in it."""
     watched = Watchdog(Notes({}), rank=0, world=2)
     pending, looks = SimpleNamespace(is_completed=lambda: False), iter([False, False, True])
-    watched.outlast([pending], lambda: next(looks))
+    watched.outlast([pending], lambda: next(looks, True))
     began = time.monotonic()
     watched.finish_works()
     assert next(looks, None) is None

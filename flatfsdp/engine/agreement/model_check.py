@@ -86,10 +86,10 @@ def exchange_facts(
 
 
 def _difference(issued: Mapping[int, str]) -> str:
-    """What ranks have issued in groups that all of them use, where it differs; "" where it does not: models that differ
-    may use other groups."""
-    if told := [text for text in issued.values() if text.startswith(_PARTED)]:
-        return told[0]
+    """The collectives that ranks have `issued` in groups that all of them use, in words, if they differ; else "".
+    Models that differ may use other groups."""
+    if known := [text for text in issued.values() if text.startswith(_PARTED)]:
+        return known[0]
     by_rank = {
         rank: {(each.split(" ")[1], each.partition(" in group ")[2]): each for each in text.split("; ") if each}
         for rank, text in issued.items()

@@ -60,7 +60,7 @@ class UnusedParams:
     def __init__(self, peers: RankExchange) -> None:
         self._peers = peers
         found = weakref.ref(peers)  # the watch keeps what follows, and must not keep groups
-        self._diverged = lambda: (peers := found()) is not None and peers.verdict
+        self.diverged = lambda: (peers := found()) is not None and peers.verdict
         self._count = 0
         self._over: list[GroupBitmaps] = []  # of each axis
         self._ones: list[torch.Tensor] = []  # the bitmap of a rank that lacks nothing, for each axis
@@ -72,7 +72,8 @@ class UnusedParams:
 
     def begin(self) -> None:
         """A backward begins. Waits for the last bitmap, unless ranks have diverged: some may never reduce it."""
-        self._peers.raise_verdict()
+        if self._peers.verdict is not None:
+            self._peers.raise_verdict()
         if self._works:
             with blocked():
                 while self._works:
@@ -92,7 +93,7 @@ class UnusedParams:
         if not lacking:
             self._works = [start_maximum(axis, ones) for axis, ones in zip(axes, self._ones, strict=True)]
             if watch is not None:  # ones are the maximum; others still need them if this process ends now
-                watch.outlast(self._works, self._diverged)
+                watch.outlast(self._works, self.diverged)
             return 0
         came = [1 - (lacking >> index & 1) for index in range(self._count)]
         bitmap = torch.tensor(came, dtype=torch.uint8, device=axes[0].device.device)

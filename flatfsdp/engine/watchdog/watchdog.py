@@ -245,6 +245,7 @@ class Watchdog:
             return self._lost or all([work.is_completed() or diverged() for work, diverged in self._works])
 
         self.store.wait(over, OUTLAST)
+        self._works = []  # which keep process groups, and these this watch
 
     def close(self, *, destroyed: bool = False) -> None:
         """Stop the threads: otherwise the interpreter's exit would end them in the middle of a call. `destroyed`: the
