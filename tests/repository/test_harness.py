@@ -28,7 +28,7 @@ from tests.harness import commands, fresh, pool
 from tests.harness.fake import fake_world
 from tests.harness.memory import Recording, Usage, peak_bytes
 from tests.harness.pool import MANY_GROUPS, JobFailed
-from tests.harness.processes import Ranks
+from tests.harness.processes import _PRELOADED, Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -209,6 +209,18 @@ def fail_or_hang(rank: int, world: int) -> None:
         raise ValueError("no from rank 0")
     while True:
         time.sleep(0.1)
+
+
+def imported_late(rank: int, world: int) -> list[str]:
+    """Modules of the server of ranks that it has not imported before it forked this rank, which imports this one."""
+    before = [*sys.modules]
+    return [name for name in _PRELOADED if name not in before[: before.index(__name__)]]
+
+
+def test_ranks_are_forked_from_a_server_that_has_imported_what_they_need() -> None:
+    """With ``--processes``, too, which starts the server before the first rank."""
+    (rank,) = fresh.run(1, imported_late)
+    assert rank.result == [], rank
 
 
 class Left:
