@@ -30,6 +30,7 @@ from ..comm.process_group_transport import (
     real,
     wait_for,
 )
+from ..comm.sum_tree import Block
 from ..comm.tensor_groups import TensorGroup
 from ..device.memory import FlatBuffer, MemoryTracker
 from ..device.streams import DONE, Device, PendingWork, Stream, Work
@@ -272,26 +273,32 @@ class StagedTransport(ProcessGroupTransport):
         self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * own.outputs[0].itemsize)
         if is_memoryless():
             return DONE
-        sent = [0 if r == rank else counts[rank] * size for r, size in enumerate(sizes)]
-        arriving = [0 if r == rank else count * sizes[rank] for r, count in enumerate(counts)]
+        others = [r for r in range(len(sizes)) if r != rank]
+        landed: dict[Block, torch.Tensor] = {}
+        works, held = list[PendingWork](), list[torch.Tensor]()
         with stream.running():
-            pieces = [of_ranks[r] for r in range(len(sizes)) if r != rank for of_ranks in own.blocks]
-            outgoing = out.new_empty(sum(sent))
-            if outgoing.numel():
-                torch.cat([piece for each in pieces for piece in each.pieces], out=outgoing)
-            arrived = out.new_empty(sum(arriving))
-            free = self.tracker.allocate("exchange", outgoing.nbytes + arrived.nbytes)
-            work = self._exchange_messages(arrived, outgoing, arriving, sent, stream)
+            for number in range(own.exchange.most):  # so that the first arrive while others are copied
+                sends = number < counts[rank]
+                sent = [sizes[r] if sends and r != rank else 0 for r in range(len(sizes))]
+                arriving = [sizes[rank] if number < counts[r] and r != rank else 0 for r in range(len(sizes))]
+                pieces = [piece for r in others for piece in own.blocks[number][r].pieces] if sends else []
+                outgoing = pieces[0] if len(pieces) == 1 else torch.cat([out[:0], *pieces])
+                arrived = out.new_empty(sum(arriving))
+                works.append(self._exchange_messages(arrived, outgoing, arriving, sent, stream))
+                held += [arrived] if len(pieces) == 1 else [arrived, outgoing]
+                those = [own.exchange.of_ranks[r][number] for r in others if number < counts[r]]
+                parts = arrived.split(sizes[rank]) if arrived.numel() else [arrived] * len(those)
+                landed |= zip(those, parts, strict=True)
+        self.comm_stats.issued += own.exchange.most - 1
+        free = self.tracker.allocate("exchange", sum(each.nbytes for each in held))
 
         def finish() -> None:
-            landed = iter(arrived.split(sizes[rank]) if sizes[rank] else ())
-            of_others = [blocks for r, blocks in enumerate(own.exchange.of_ranks) if r != rank]
-            own.add_up({block: next(landed, out[:0]) for each in of_others for block in each}, 0, sizes[rank])
+            own.add_up(landed, 0, sizes[rank])
             free()
             if own.share:
                 self._share(own.share)
 
-        return followed(work, stream, finish, outgoing, arrived, *own.outputs, *own.kept)
+        return followed(all_of(works), stream, finish, *held, *own.outputs, *own.kept)
 
     def _share(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send this rank's one of `pieces` to all others, and receive theirs, blocking."""
