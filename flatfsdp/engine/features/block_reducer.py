@@ -228,7 +228,8 @@ class BlockReducer:
             kept = [_joined_up([each.kept[block] for each in sums]) for block in exchange.kept]
             if not exchange.results:
                 output.zero_()
-            outputs = [*(torch.empty_like(output) for _ in exchange.results[:-1]), output]
+            same = dict(zip(exchange.kept, kept, strict=True))  # those that nothing is added to stay where they are
+            outputs = [*(same[b] if b in same else torch.empty_like(output) for b in exchange.results[:-1]), output]
 
         def finish() -> None:
             for each in sums:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -269,24 +270,22 @@ class StagedTransport(ProcessGroupTransport):
         """The sums of blocks of microbatches over ranks, of this rank's pieces. Collective.
         [Note: tree of microbatches]"""
         rank, sizes, out = own.rank, own.sizes, own.outputs[0]
-        counts = [len(sent) for sent in own.exchange.of_ranks]
-        self.comm_stats.log("reduce_scatter", counts[rank] * sum(sizes) * own.outputs[0].itemsize)
+        self.comm_stats.log("reduce_scatter", len(own.blocks) * sum(sizes) * own.outputs[0].itemsize)
         if is_memoryless():
             return DONE
         others = [r for r in range(len(sizes)) if r != rank]
         landed: dict[Block, torch.Tensor] = {}
         works, held = list[PendingWork](), list[torch.Tensor]()
         with stream.running():
-            for number in range(own.exchange.most):  # so that the first arrive while others are copied
-                sends = number < counts[rank]
-                sent = [sizes[r] if sends and r != rank else 0 for r in range(len(sizes))]
-                arriving = [sizes[rank] if number < counts[r] and r != rank else 0 for r in range(len(sizes))]
-                pieces = [piece for r in others for piece in own.blocks[number][r].pieces] if sends else []
+            for number, of_ranks in enumerate(zip_longest(*own.exchange.of_ranks)):  # some arrive during others' copies
+                sent = [size if of_ranks[rank] and r != rank else 0 for r, size in enumerate(sizes)]
+                arriving = [sizes[rank] if block and r != rank else 0 for r, block in enumerate(of_ranks)]
+                pieces = [piece for r in others for piece in own.blocks[number][r].pieces] if of_ranks[rank] else []
                 outgoing = pieces[0] if len(pieces) == 1 else torch.cat([out[:0], *pieces])
                 arrived = out.new_empty(sum(arriving))
                 works.append(self._exchange_messages(arrived, outgoing, arriving, sent, stream))
                 held += [arrived] if len(pieces) == 1 else [arrived, outgoing]
-                those = [own.exchange.of_ranks[r][number] for r in others if number < counts[r]]
+                those = [of_ranks[r] for r in others if of_ranks[r]]
                 parts = arrived.split(sizes[rank]) if arrived.numel() else [arrived] * len(those)
                 landed |= zip(those, parts, strict=True)
         self.comm_stats.issued += own.exchange.most - 1
