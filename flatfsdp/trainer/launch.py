@@ -334,7 +334,7 @@ def _spawned(
     rank, ranks = first + place, str(placement.ranks)
     # The variables of torchrun: hybrid strategies read which ranks share a node, logs read the rank.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    if placement.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if placement.device_type == "cpu":
         torch.set_num_threads(max(1, _cores() // placement.ranks))
     _stay_on_loopback()
     mine = _run_rank(job, placement, arguments, dist.TCPStore("127.0.0.1", port, is_master=False), outlives=outlives)

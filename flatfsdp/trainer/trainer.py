@@ -90,8 +90,8 @@ class Trainer(Run):
         with flatfsdp.fail_together("making the trainer"):
             check_run(training, task, fsdp, elastic)
             check_options(task)
-            if fsdp.deterministic_sums and "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(1)  # fewer ranks have more otherwise, and with them other bits
+            if fsdp.deterministic_sums:  # fewer ranks have more threads otherwise, and with them other bits
+                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0] or 1))
             seed_all(training.seed)  # the same initial weights on all ranks
             plain = make(task, "model")
             elements = sum(parameter.numel() for parameter in plain.parameters())

@@ -68,16 +68,10 @@ _PRELOADED = [
 ]
 
 
-def _start_server() -> None:
-    """Start the server unless it runs, whose imports are those that ranks need: modules of tools that tests import have
-    set another list."""
-    _FORKSERVER.set_forkserver_preload(_PRELOADED)
-    forkserver._forkserver.ensure_running()  # type: ignore[attr-defined]
-
-
 def share_server() -> None:
     """Start the server now, for this process and those that it forks: only this one, its parent, can wait for it."""
-    _start_server()
+    _FORKSERVER.set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 
 
@@ -102,7 +96,7 @@ class _Rank(ForkServerProcess):
     _Popen = staticmethod(_Popen)
 
     def start(self) -> None:
-        _start_server()
+        _FORKSERVER.set_forkserver_preload(_PRELOADED)  # modules of tools that tests import set another list
         super().start()
 
     def _bootstrap(self, *args: Any, **more: Any) -> NoReturn:
