@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel
+from flatfsdp import FullyShardedDataParallel, errors
 from flatfsdp.engine.features.deterministic_sums import DeterministicSums
 from flatfsdp.engine.models.rest import outermost_model
-from flatfsdp.errors import UsageError
+from flatfsdp.errors import FlatFSDPWarning, UsageError
 from tests.harness.fake import fake_world
 
 pytestmark = pytest.mark.single_process
@@ -39,6 +42,17 @@ class Replacing(Averaging):
         self.mean = self.mean + x.mean(0)
         y: Tensor = self.layer(x)
         return y - self.mean
+
+
+class Normalizing(Averaging):
+    """By a function that writes to buffers without counting it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("variance", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(self.layer(x), self.mean, self.variance, training=True)
 
 
 class Caching(Averaging):
@@ -67,6 +81,9 @@ def trained(model: nn.Module, count: int) -> None:
         (Averaging, "mean"),
         (Replacing, "mean"),
         (lambda: parametrizations.spectral_norm(nn.Linear(5, 5)), r"parametrizations.weight.0._u, .*_v"),
+        (Normalizing, "mean, variance"),
+        (partial(nn.BatchNorm1d, 5), "running_mean, running_var, num_batches_tracked"),
+        (lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "running_mean, running_var"),
     ],
 )
 def test_a_forward_that_writes_to_buffers_is_refused(build: Any, name: str) -> None:
@@ -83,6 +100,12 @@ def test_caches_and_writes_between_steps_are_permitted() -> None:
         trained(model, 1)
         net.mean.add_(1)
         trained(model, 3)
+
+
+def test_norms_that_only_read_their_statistics_are_permitted() -> None:
+    with fake_world(1):
+        trained(wrapped(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).eval())), 3)
+        trained(wrapped(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, track_running_stats=False))), 3)
 
 
 def test_trained_parameters_outside_of_units_are_refused() -> None:
@@ -106,8 +129,47 @@ def test_ranks_compare_processors_and_switches_of_kernels() -> None:
             line.split(": ", 1)[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
         }
         assert not models or any(each in before for each in models)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.backends.mkldnn, "enabled", False)
-            assert found.description == f"{before}, no mkldnn"
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(torch.backends.mkldnn, "enabled", False)
+            assert found.description == f"{before}, mkldnn.enabled=False"
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True):
-            assert found.description == f"{before}, cudnn.benchmark, cudnn.deterministic"
+            assert found.description == f"{before}, cudnn.benchmark=True, cudnn.deterministic=True"
+        with sdpa_kernel(SDPBackend.MATH):
+            assert "cuda.flash_sdp_enabled=False, cuda.mem_efficient_sdp_enabled=False" in found.description
+        precisions = torch.backends.mkldnn.matmul
+        try:  # that of CPUs only: to ask for that of all is an error then
+            precisions.fp32_precision = "bf16"
+            assert found.description == f"{before}, mkldnn.matmul.fp32_precision=bf16"
+        finally:
+            precisions.fp32_precision = "none"
+        assert found.description == before
+
+
+def test_a_switch_that_is_set_later_is_refused() -> None:
+    with fake_world(1):
+        model = wrapped(nn.Linear(5, 5))
+        trained(model, 1)
+        with (
+            torch.backends.cudnn.flags(enabled=True, benchmark=True),
+            pytest.raises(UsageError, match=r"cudnn.benchmark=True, and did so with torch .* first ran"),
+        ):
+            trained(model, 1)
+        trained(model, 1)
+
+
+@pytest.mark.parametrize("how", ["inside", "in place", "around"])
+def test_kernels_that_are_made_are_said_not_to_be_compared(how: str) -> None:
+    net = nn.Sequential(nn.Linear(5, 5))
+    if how == "inside":
+        net[0] = torch.compile(net[0], backend="eager")  # type: ignore[assignment]
+    elif how == "in place":
+        net[0].compile(backend="eager")
+    with fake_world(1):
+        model = wrapped(net)
+        called: Any = torch.compile(model, backend="eager") if how == "around" else model
+        with (
+            patch.object(errors, "_warned", set()),
+            pytest.warns(FlatFSDPWarning, match=r"torch.compile makes kernels of this model, which ranks do not comp"),
+            flatfsdp.microbatch(0, of=1),
+        ):
+            called(torch.ones(2, 5)).sum().backward()

@@ -170,7 +170,7 @@ PROGRAMS: list[tuple[Callable[[Any, int], None], str]] = [
     (without_the_mode, "no backward of a model with deterministic_sums=True ran inside"),
     (fused_on_cpu, "fused steps on CPUs"),
     (other_power, "norm_type 3 "),
-    (other_threads, "threads, and did so on"),
+    (other_threads, ", and did so with torch"),
     (hooked, "a communication hook sums gradients"),
     (hooked_in_spite, "a communication hook sums gradients"),
     (divided, "set_gradient_divide_factor() was called"),
@@ -328,18 +328,6 @@ MODELS["bf16 sums"] = (
     {"mixed_precision": torch.bfloat16},
     INPUT,
     "reduce_dtype=torch.float32",
-)
-MODELS["batch norm"] = (
-    model_of(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))),
-    {},
-    INPUT,
-    "updates statistics",
-)
-MODELS["instance norm"] = (
-    model_of(lambda: nn.Sequential(nn.Linear(5, 5), nn.InstanceNorm1d(2, track_running_stats=True))),
-    {},
-    INPUT,
-    "updates statistics",
 )
 MODELS["synchronized batch norm"] = (
     model_of(lambda: nn.Sequential(nn.Linear(5, 4), nn.SyncBatchNorm(4, track_running_stats=False))),

@@ -552,22 +552,31 @@ def poisoned(rank: int, world: int, value: float) -> list[bool]:
     return [bool(grad.isfinite().all()) for grad in grads if grad is not None]
 
 
-def named(rank: int, world: int) -> str:
-    """What `detect_nonfinite` says of a NaN in microbatch 2, of rank 0."""
+def named(rank: int, world: int, factors: Sequence[float]) -> str:
+    """What `detect_nonfinite` says when the gradient of each microbatch is multiplied by its factor."""
     model = wrapped(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)), auto_wrap_policy=None)
     with flatfsdp.detect_nonfinite(model), pytest.raises(flatfsdp.errors.NonFiniteError) as caught:
         for index, last in rounds([0, 1, 0, 1], rank):
             with unsynchronized(model, last), flatfsdp.microbatch(index, of=4):
                 y = model(torch.ones(2, 5))
-                if index == 2:
-                    y.register_hook(lambda grad: grad * torch.nan)
+                y.register_hook(partial(torch.mul, 1.0 if index is None else factors[index]))
                 y.sum().backward()
     return str(caught.value)
 
 
-def test_nan_is_named(run: Run) -> None:
-    for text in run(2, named):
-        assert re.search(r"nan in .*gradient.*(rank 0|weight|bias)", text), text
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ((1, 1, math.nan, 1), r"nan in .*gradient of .*before its reduction"),
+        ((1, 1, -math.inf, 1), r"inf in .*gradient of .*before its reduction"),
+        ((5e37,) * 4, r"inf in the reduced gradient of '1\."),  # 1e38 for two samples, and 2e38 for each rank
+        ((math.inf, 1, 1, -math.inf), r"inf in .*gradient of .*before its reduction"),
+    ],
+    ids=["nan", "inf", "overflow between ranks", "inf of both signs"],
+)
+def test_what_is_not_finite_is_named(run: Run, factors: Sequence[float], words: str) -> None:
+    for text in run(2, named, factors):
+        assert re.search(words, text), text
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])

@@ -45,7 +45,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             paths[-1].write_text(manual.program(page))
         if pages:
             ranks = fresh.run(world, manual.run_in_turn, [*map(str, paths)], timeout=TIMEOUT)
-            trouble = "\n".join(f"{rank.output[:2000]}\n{rank.error}" for rank in ranks[:1])
+            # Also that of a rank which has only ended because another had, or the cause of a rare failure is not known.
+            trouble = "\n".join(f"{rank.output[:3000]}\n{rank.error}" for rank in ranks)
             assert [rank.exit_code for rank in ranks] == [0] * world, trouble
             found |= dict(zip(pages, ranks[0].result, strict=True))
     return found

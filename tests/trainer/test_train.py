@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -263,6 +264,24 @@ def test_in_a_terminal(text: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == [
         *range(1, stopped + 6)
     ]
+
+
+def test_the_page_of_deterministic_sums_shows_the_numbers_of_one_rank_and_of_more(tmp_path: Path) -> None:
+    """Equal to the last digit on 1, 2 and 3 ranks; about those of the page, which another processor has computed."""
+    page = manual.ROOT / "docs" / "how_to" / "same_bits.md"
+    ((block, _),) = manual.commands(page)
+    program, *given = shlex.split(block.text)
+    assert program == "python" and given[-2:] == ["--ranks", "3"]
+    found = []
+    for ranks in ("1", "2", "3"):
+        (folder := tmp_path / ranks).mkdir()
+        done = train(*given[:-1], ranks, "--output", "run", "--no-plot", folder=folder)
+        assert done.returncode == 0, done.stderr
+        rows = read_metrics(folder / "run" / "metrics.jsonl")
+        found.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row])
+    assert found[0] == found[1] == found[2]
+    table = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page.read_text(), re.MULTILINE)
+    assert [tuple(map(float, row)) for row in table] == [pytest.approx(row, rel=1e-3) for row in found[0]]
 
 
 def test_a_model_of_transformers_continues_a_prompt(tmp_path: Path) -> None:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import UsageError, few
+from ...errors import UsageError, few, warn_once
+from ..agreement.checksums import checksum
+from ..base._dtensor import is_compiled_around
 from ..base.events import Observer
+from ..base.fqns import COMPILED
 from ..device.streams import Device
 from ..guards import optimizer_hooks
 from ..models.param_registry import owner_of
@@ -20,30 +24,34 @@ from ..runtime.model import model_of
 from ..runtime.unit import Unit
 from .microbatches import running
 
+# Switches of torch.backends that choose kernels, by their usual values. Those of attention choose for CPUs, too.
+_SWITCHES: dict[object, str] = {
+    True: "mkldnn.enabled cudnn.enabled cuda.flash_sdp_enabled cuda.mem_efficient_sdp_enabled cuda.math_sdp_enabled "
+    "cuda.cudnn_sdp_enabled cuda.matmul.allow_fp16_reduced_precision_reduction "
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    False: "mkldnn.deterministic cudnn.benchmark cudnn.deterministic cuda.matmul.allow_fp16_accumulation "
+    "cuda.fp16_bf16_reduction_math_sdp_allowed",
+    "none": "mkldnn.matmul.fp32_precision mkldnn.conv.fp32_precision mkldnn.rnn.fp32_precision "
+    "cuda.matmul.fp32_precision",
+    "tf32": "cudnn.conv.fp32_precision cudnn.rnn.fp32_precision",
+}
+_READERS = [(name, attrgetter(name), usual) for usual, names in _SWITCHES.items() for name in names.split()]
+
 
 def kernels_of(device: Device) -> str:
-    """The facts that decide on the bits of a microbatch's gradient, as far as ranks can compare them."""
+    """The facts that decide on the bits of a microbatch's gradient, as far as ranks can compare them; of switches those
+    that do not have their usual values."""
     kernels = torch.backends.cpu.get_cpu_capability()
     if device.has_streams and device.device.type == "cuda":
         kernels = f"{kernels}, {torch.get_device_module(device.device).get_device_name(device.device)}"
-    switches = {
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "no mkldnn": not torch.backends.mkldnn.enabled,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-    }
-    return ", ".join(
-        (
-            f"torch {torch.__version__}",
-            f"{torch.get_num_threads()} threads",
-            f"{kernels} of {_processor()}",
-            f"float32 products of {torch.get_float32_matmul_precision()} precision",
-            *(name for name, is_on in switches.items() if is_on),
-        )
-    )
-
-
-NORMS: Any = torch.nn.InstanceNorm1d.mro()[2]  # the base of batch and instance norms, which has no public name
+    facts = [f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", f"{kernels} of {_processor()}"]
+    if torch.are_deterministic_algorithms_enabled():
+        facts.append("deterministic algorithms")
+    for name, read, usual in _READERS:
+        value = read(torch.backends)
+        if (value := value() if callable(value) else value) != usual:
+            facts.append(f"{name}={value}")
+    return ", ".join(facts)
 
 
 @lru_cache(maxsize=1)
@@ -75,6 +83,14 @@ def check_units(units: Sequence[Unit]) -> None:
     axes = {(each.shard.ranks, each.replicate and each.replicate.ranks) for each in groups}
     for unit in units:
         _check_unit(unit, alone=len(axes) == 1)
+    modules = (module for entry in units[-1].entries for module in entry.modules())
+    if is_compiled_around() or any(COMPILED in each._modules or each._compiled_call_impl for each in modules):
+        warn_once(
+            "deterministic sums of compiled modules",
+            "deterministic_sums=True: torch.compile makes kernels of this model, which ranks do not compare. The bits "
+            "are the same on any number of ranks if the kernels are: let all jobs compile with the same versions, "
+            "options and shapes, and without max_autotune, which chooses kernels by their times",
+        )
 
 
 def _check_unit(unit: Unit, *, alone: bool) -> None:
@@ -99,12 +115,7 @@ def _check_unit(unit: Unit, *, alone: bool) -> None:
             problem = f"accumulate_dtype is {precision.accumulate}, expected that of the sum, {precision.reduce}"
     for entry in unit.entries:
         for name, module in entry.named_modules():
-            if isinstance(module, NORMS) and module.track_running_stats:
-                problem = (
-                    f"{name or type(module).__name__} updates statistics of the batches that its rank has seen, which "
-                    "are others on another number of ranks. Use GroupNorm or LayerNorm, or track_running_stats=False"
-                )
-            elif isinstance(module, torch.nn.SyncBatchNorm):
+            if isinstance(module, torch.nn.SyncBatchNorm):
                 problem = (
                     f"{name or type(module).__name__} normalizes a batch of all ranks, so a microbatch has other "
                     "outputs on another number of ranks. Use GroupNorm or LayerNorm"
@@ -146,12 +157,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 class WrittenBuffers(Observer):
     """Refuses forwards that write to buffers: these would follow from the microbatches of one rank.
 
-    The first forward may fill caches. It looks at the second one, and then leaves: what begins later is known only of
-    norms (`check_units`).
+    The first forward may fill caches. It compares buffers before and after the second one, also what is in them, since
+    not all writes are counted (not those of `torch.nn.functional.batch_norm`), and then leaves: what begins later is
+    not seen.
     """
 
     def __init__(self) -> None:
-        self._before: dict[tuple[int, str], tuple[torch.Tensor, int]] | None = None
+        self._before: dict[str, tuple[int, int]] | None = None
         self._forwards = 0
 
     def forward_begins(self, unit: Unit, inputs: Any, *, outermost: bool) -> None:
@@ -164,21 +176,15 @@ class WrittenBuffers(Observer):
             return
         before, after, self._before = self._before, _buffers_of(unit), None
         model_of(unit).observers.remove(self)
-        written = []
-        for key in {**before, **after}:
-            (one, version), (other, later) = (each.get(key, (None, 0)) for each in (before, after))
-            if one is not other or version != later:
-                written.append(key[1])
-        if written:
+        if written := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
             raise UsageError(
                 f"deterministic_sums=True: a forward writes to buffers ({few(written)}), which then follow from the "
                 "microbatches of this rank, and are others on another number of ranks. Use modules without such "
-                "buffers, as GroupNorm, LayerNorm or BatchNorm with track_running_stats=False, or write to them "
-                "between steps, alike on all ranks"
+                "buffers, as GroupNorm, LayerNorm or BatchNorm with track_running_stats=False or in eval(), or write "
+                "to them between steps, alike on all ranks"
             )
 
 
-def _buffers_of(unit: Unit) -> dict[tuple[int, str], tuple[torch.Tensor, int]]:
-    """The buffers, with their versions, by number of the entry and name."""
-    named = ((number, *each) for number, entry in enumerate(unit.entries) for each in entry.named_buffers())
-    return {(number, name): (each, each._version) for number, name, each in named}
+def _buffers_of(unit: Unit) -> dict[str, tuple[int, int]]:
+    """The versions of the buffers, and their checksums, by name."""
+    return {name: (each._version, checksum(each)) for entry in unit.entries for name, each in entry.named_buffers()}

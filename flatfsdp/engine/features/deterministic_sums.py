@@ -50,7 +50,7 @@ class DeterministicSums(Observer):
         self._partial: list[tuple[Unit, Resolved, Resolved]] = []
         self._has_reduced = False  # whether the last backward has
         self._checked_version = 0  # of the options; a program may go on after an error
-        self._threads = 0  # on which this rank computes
+        self._kernels = ""  # by which this rank computes
         optimizer_hooks.looking.add(self)
 
     @property
@@ -67,7 +67,7 @@ class DeterministicSums(Observer):
     # -- setup -------------------------------------------------------------------------------------------------------
 
     def setup_begins(self, units: Sequence[Unit]) -> None:
-        self._threads = torch.get_num_threads()
+        self._kernels = kernels_of(self._model.resources.device)
         check_units(units)
         for grads in (grads for unit in units for grads in unit.grads):
             grads.carried = BlockSums(grads, self.ledger)
@@ -103,10 +103,10 @@ class DeterministicSums(Observer):
         if backward is None or backward is self._backward() or not backward.schedule.brings:
             return
         self._backward = weakref.ref(backward)
-        if torch.get_num_threads() != self._threads:
+        if (kernels := kernels_of(self._model.resources.device)) != self._kernels:
             self.ledger.refuse(
-                f"deterministic_sums=True: this rank computes on {torch.get_num_threads()} threads, and did so on "
-                f"{self._threads} when the model first ran. Call torch.set_num_threads() before, on all ranks"
+                f"deterministic_sums=True: this rank computes with {kernels}, and did so with {self._kernels} when the "
+                "model first ran. Set threads and switches before, on all ranks alike"
             )
         if (microbatch := running.value) is None:
             self.ledger.refuse(
