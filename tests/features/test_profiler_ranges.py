@@ -106,7 +106,7 @@ def test_without_a_profiler_nothing_is_labeled_and_nothing_costs_more() -> None:
 
 
 def test_a_unit_more_costs_nothing_more() -> None:
-    """Each forward and each backward of a model checks once whether a profiler runs."""
+    """Each forward, each backward, and the last collective of it, checks once whether a profiler runs."""
 
     def asked(blocks: int) -> int:
         net = nn.Sequential(*(Block() for _ in range(blocks)))
@@ -116,7 +116,7 @@ def test_a_unit_more_costs_nothing_more() -> None:
         return ask.call_count
 
     with fake_world(4):
-        assert asked(2) == asked(6) == 2
+        assert asked(2) == asked(6) == 3
 
 
 def test_the_logger_at_debug_is_somebody_who_looks() -> None:

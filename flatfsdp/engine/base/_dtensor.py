@@ -195,6 +195,21 @@ def dtensor_type() -> Any:
     return DTensor
 
 
+def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any, given: Any) -> Any:
+    """A `DTensor` with the shape of `whole` and the local tensor `rows`; replicated if `whole` has no dimensions.
+
+    It is sharded over the last dimension of the mesh `given`, or over a mesh of `process_group`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh.from_group(process_group, whole.device.type) if given is None else given
+    placement = Shard(0) if whole.dim() else Replicate()
+    placements = [*[Replicate()] * (mesh.ndim - 1), placement]
+    stride = whole.contiguous().stride()
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
 # The callback that torch.compile runs for each frame; None if the caller is not part of a compiled function.
 _compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 

@@ -62,6 +62,8 @@ REASONS = {
     "torch._C.DisableTorchFunctionSubclass": "every backward reads the gradients of hidden parameters",
     "torch.autograd.profiler._is_profiler_enabled": "ranges in a profiler's trace are worth their cost only while one "
     "runs, in any thread; nothing public shows it",
+    "torch._C._autograd._enable_record_function": "a profiler's record of a collective of gloo that ends after the "
+    "profiler was stopped is written to memory that was freed with the profiler; nothing public leaves a call out",
     "torch.distributed.ProcessGroup._allgather_base": "torch.distributed's own functions repeat known checks at "
     "every call, for longer than a small collective takes; likewise _reduce_scatter_base",
     "torch.distributed.ProcessGroup.*_coalesced": "NCCL coalesces several small operations into one without a copy; "
@@ -336,6 +338,20 @@ def profiler_runs() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context in which a profiler records nothing on this thread: for collectives that may outlive the profiler.
+
+    gloo's thread ends the record of a collective, also in the freed memory of a profiler that has been stopped.
+    """
+    switch: Any = torch._C._autograd._enable_record_function if profiler_runs() else lambda on: None
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -504,21 +520,6 @@ def shard(tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
 
     initialized = torch.distributed.is_initialized()
     return Shard.from_tensor_and_offsets(tensor, [*offsets], torch.distributed.get_rank() if initialized else 0)
-
-
-def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any, given: Any) -> Any:
-    """A `DTensor` with the shape of `whole` and the local tensor `rows`; replicated if `whole` has no dimensions.
-
-    It is sharded over the last dimension of the mesh `given`, or over a mesh of `process_group`.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh = DeviceMesh.from_group(process_group, whole.device.type) if given is None else given
-    placement = Shard(0) if whole.dim() else Replicate()
-    placements = [*[Replicate()] * (mesh.ndim - 1), placement]
-    stride = whole.contiguous().stride()
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
 
 def storage_info() -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base import _torch
 from ..base.wait_limits import blocked
 from ..comm.axes import Axis
 from ..comm.process_group_transport import as_bytes, wait_for
@@ -44,9 +45,10 @@ def all_reduce_now(axis: Transport, tensor: torch.Tensor, *, maximum: bool = Fal
 
 
 def start_maximum(axis: Transport, tensor: torch.Tensor) -> Work:
-    """Start to replace `tensor`, of bytes, by its maximum over ranks. Collective."""
+    """Start to replace `tensor`, of bytes, by its maximum over ranks, which may end at any later time. Collective."""
     axis.comm_stats.log("scalar", tensor.nbytes)
-    work: Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group.process_group, async_op=True)
+    with _torch.unrecorded():
+        work: Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group.process_group, async_op=True)
     return work
 
 

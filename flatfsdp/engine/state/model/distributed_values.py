@@ -193,7 +193,7 @@ def _rows_of(unsharded: torch.Tensor, unit: Unit, *, as_dtensor: bool, offload_t
     _require_ranks(axis)
     own = _own_rows(unsharded, axis) if unsharded.dim() else unsharded.clone()
     if as_dtensor:
-        made = _torch.dtensor_of_rows(own, unsharded, axis.process_group, unit.built.device_mesh)
+        made = _dtensor.dtensor_of_rows(own, unsharded, axis.process_group, unit.built.device_mesh)
         return made.cpu() if offload_to_cpu else made  # its mesh keeps its device
     own = own.cpu() if offload_to_cpu else own
     if not unsharded.dim() or not unsharded.shape[0]:
