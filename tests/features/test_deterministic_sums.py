@@ -663,6 +663,28 @@ def test_memory_and_bytes_are_those_of_the_blocks(run: Run, owners: list[int], h
     assert found <= held and bytes_sent == sent
 
 
+def kept_and_buffered(rank: int, world: int, owners: list[int], each_time: bool) -> dict[str, float]:
+    """In whole gradients, at the peak of a step through messages: the sums that are kept, and the buffers of a sum."""
+    with over_gloo():
+        model = wrapped(nn.Linear(64, 64, bias=False), deterministic_sums=True)
+        stats = flatfsdp.stats(model)
+        for index, last in rounds(owners, rank):
+            with unsynchronized(model, last or each_time), flatfsdp.microbatch(index, of=len(owners)):
+                model(torch.ones(2, 64)).sum().backward()
+    return {key: stats.bytes_at_peak.get(key, 0) / (64 * 64 * 4) for key in ("partial", "exchange")}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_memory_is_that_of_the_formulas_on_the_page(run: Run, world: int) -> None:
+    """Of `same_bits.md`, for four microbatches on each rank."""
+    received, sent = (world - 1) / world, (world - 1) / world if world > 2 else 0.0  # for each block
+    for owners, kept, blocks in ((aligned(4 * world, world), 2, 1), (in_turns(4 * world, world), 2 / world, 4)):
+        for found in run(world, kept_and_buffered, owners, True):
+            assert found == {"partial": kept, "exchange": received + sent}
+        for found in run(world, kept_and_buffered, owners, False):
+            assert found["partial"] == 0 and found["exchange"] in (0, blocks * (received + sent)), found
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
