@@ -49,7 +49,6 @@ class DeterministicSums(Observer):
         self._backward: weakref.ref[Any] = weakref.ref(self)  # the last one that was seen
         self._partial: list[tuple[Unit, Resolved, Resolved]] = []
         self._has_reduced = False  # whether the last backward has
-        self._checked_version = 0  # of the options; a program may go on after an error
         self._kernels = ""  # by which this rank computes
         optimizer_hooks.looking.add(self)
 
@@ -73,10 +72,7 @@ class DeterministicSums(Observer):
             grads.carried = BlockSums(grads, self.ledger)
 
     def options_changed(self) -> None:
-        setup = self._model.setup
-        self._checked_version = -1
-        check_options(setup.units)
-        self._checked_version = setup.version
+        check_options(self._model.setup.units)
 
     # -- a backward --------------------------------------------------------------------------------------------------
 
@@ -123,8 +119,7 @@ class DeterministicSums(Observer):
     def _begin(self, microbatch: Microbatch | None, *, reduces: bool) -> None:
         """A backward begins; None: it only reduces."""
         ledger = self.ledger
-        if self._model.setup.version != self._checked_version:
-            self.options_changed()
+        check_options(self._model.setup.units)  # again: a program may go on after an error
         self._restore()
         if ledger.step is not None and ledger.step.is_complete:
             self.check_complete("a backward of the next step")

@@ -68,8 +68,7 @@ def microbatch(index: int | None, *, of: int) -> Iterator[None]:
     check_number("microbatch: of", of, "the number of microbatches of a step, at least 1", 1)
     if index is not None:
         accepted = f"an index from 0 to {of - 1}, or None for a batch whose gradients are dropped"
-        check_number("microbatch: index", index, accepted, 0)
-        if index >= of:
+        if check_number("microbatch: index", index, accepted, 0) >= of:
             refuse_value("microbatch: index", index, accepted)
     if running.value is not None and running.value.again:
         yield
