@@ -108,8 +108,8 @@ class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, S
         deterministic_sums: whether gradients have the same bits on any number of ranks: the mean over the microbatches
             that `flatfsdp.microbatch` numbers, added up in an order that does not depend on ranks; of the whole model,
             if set for any part. What computes a microbatch must be the same on all ranks: the type of processor, torch,
-            the number of threads, which ranks compare; and the shape of the batch and the kernels that `torch.compile`
-            makes, which nobody compares. Not in FSDP1.
+            the number of threads and the switches of `torch.backends`, which ranks compare; and the shape of the batch
+            and the kernels that `torch.compile` makes, which nobody compares. Not in FSDP1.
 
     Raises:
         ConfigTypeError, ConfigValueError: an argument; the message names it, the given value and the accepted ones.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from .fqns import COMPILED
 
 REASONS = {
     "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism have the "
@@ -212,6 +213,11 @@ def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any,
 
 # The callback that torch.compile runs for each frame; None if the caller is not part of a compiled function.
 _compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` was compiled, in place or in a module around it."""
+    return module._compiled_call_impl is not None or COMPILED in module._modules
 
 
 def is_compiled_around() -> bool:

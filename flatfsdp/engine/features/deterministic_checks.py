@@ -14,9 +14,8 @@ import torch
 
 from ...errors import UsageError, few, warn_once
 from ..agreement.checksums import checksum
-from ..base._dtensor import is_compiled_around
+from ..base._dtensor import is_compiled, is_compiled_around
 from ..base.events import Observer
-from ..base.fqns import COMPILED
 from ..device.streams import Device
 from ..guards import optimizer_hooks
 from ..models.param_registry import owner_of
@@ -84,7 +83,7 @@ def check_units(units: Sequence[Unit]) -> None:
     for unit in units:
         _check_unit(unit, alone=len(axes) == 1)
     modules = (module for entry in units[-1].entries for module in entry.modules())
-    if is_compiled_around() or any(COMPILED in each._modules or each._compiled_call_impl for each in modules):
+    if is_compiled_around() or any(map(is_compiled, modules)):
         warn_once(
             "deterministic sums of compiled modules",
             "deterministic_sums=True: torch.compile makes kernels of this model, which ranks do not compare. The bits "
