@@ -157,6 +157,19 @@ def test_a_switch_that_is_set_later_is_refused() -> None:
         trained(model, 1)
 
 
+def test_a_switch_may_be_set_for_all_forwards() -> None:
+    """And not for their backwards, or for evaluations."""
+    with fake_world(1):
+        model = wrapped(nn.Linear(5, 5))
+        for index in range(2):
+            with flatfsdp.microbatch(index, of=2):
+                with sdpa_kernel(SDPBackend.MATH):
+                    out = model(torch.ones(2, 5))
+                out.sum().backward()
+            with torch.no_grad():
+                model(torch.ones(2, 5))
+
+
 @pytest.mark.parametrize("how", ["inside", "in place", "around"])
 def test_kernels_that_are_made_are_said_not_to_be_compared(how: str) -> None:
     net = nn.Sequential(nn.Linear(5, 5))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError, few, warn_once
+from ...errors import UsageError, few, label_of, warn_once
 from ..agreement.checksums import checksum
 from ..base._dtensor import is_compiled, is_compiled_around
 from ..base.events import Observer
@@ -82,8 +82,13 @@ def check_units(units: Sequence[Unit]) -> None:
     axes = {(each.shard.ranks, each.replicate and each.replicate.ranks) for each in groups}
     for unit in units:
         _check_unit(unit, alone=len(axes) == 1)
-    modules = (module for entry in units[-1].entries for module in entry.modules())
-    if is_compiled_around() or any(map(is_compiled, modules)):
+    modules = dict(named for entry in units[-1].entries for named in entry.named_modules())
+    if synchronized := [label_of(name) for name, each in modules.items() if isinstance(each, torch.nn.SyncBatchNorm)]:
+        raise UsageError(
+            f"deterministic_sums=True: SyncBatchNorm ({few(synchronized)}) normalizes a batch of all ranks, so a "
+            "microbatch has other outputs on another number of ranks. Use GroupNorm or LayerNorm"
+        )
+    if is_compiled_around() or any(map(is_compiled, modules.values())):
         warn_once(
             "deterministic sums of compiled modules",
             "deterministic_sums=True: torch.compile makes kernels of this model, which ranks do not compare. The bits "
@@ -112,13 +117,6 @@ def _check_unit(unit: Unit, *, alone: bool) -> None:
             )
         elif reduces and precision.accumulate != precision.reduce:
             problem = f"accumulate_dtype is {precision.accumulate}, expected that of the sum, {precision.reduce}"
-    for entry in unit.entries:
-        for name, module in entry.named_modules():
-            if isinstance(module, torch.nn.SyncBatchNorm):
-                problem = (
-                    f"{name or type(module).__name__} normalizes a batch of all ranks, so a microbatch has other "
-                    "outputs on another number of ranks. Use GroupNorm or LayerNorm"
-                )
     if problem:
         raise UsageError(f"deterministic_sums=True: unit {unit.label}: {problem}")
 

@@ -74,7 +74,14 @@ class DeterministicSums(Observer):
     def options_changed(self) -> None:
         check_options(self._model.setup.units)
 
-    # -- a backward --------------------------------------------------------------------------------------------------
+    # -- a microbatch ------------------------------------------------------------------------------------------------
+
+    def training_begins(self, units: Sequence[Unit]) -> None:
+        if running.value is not None and (kernels := kernels_of(self._model.resources.device)) != self._kernels:
+            self.ledger.refuse(
+                f"deterministic_sums=True: this rank computes with {kernels}, and did so with {self._kernels} when the "
+                "model first ran. Set threads and switches before, on all ranks alike"
+            )
 
     def backward_reaches(self) -> None:
         model = self._model
@@ -99,11 +106,6 @@ class DeterministicSums(Observer):
         if backward is None or backward is self._backward() or not backward.schedule.brings:
             return
         self._backward = weakref.ref(backward)
-        if (kernels := kernels_of(self._model.resources.device)) != self._kernels:
-            self.ledger.refuse(
-                f"deterministic_sums=True: this rank computes with {kernels}, and did so with {self._kernels} when the "
-                "model first ran. Set threads and switches before, on all ranks alike"
-            )
         if (microbatch := running.value) is None:
             self.ledger.refuse(
                 "deterministic_sums=True: a backward ran outside of flatfsdp.microbatch(), which names the microbatch "
