@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .api import DEFAULT_PREFETCH, BackwardPrefetch
-from .engine.base import _torch
+from .engine.base import _dynamo
 from .engine.facade.schedule_api import UnshardHandle
 from .engine.fully_shard import in_place
 from .engine.fully_shard.arguments import check_call
@@ -54,7 +54,7 @@ class FSDPModule(FSDP2Controls):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _torch.stay_out_of_graphs()
+            _dynamo.stay_out_of_graphs()
         unit = self.__dict__["_unit"]
         model = unit.model() or model_of(unit)  # which refuses; every unit comes here
         return model.forwards.run(unit, args, kwargs, call=super().__call__, entry=self)  # type: ignore

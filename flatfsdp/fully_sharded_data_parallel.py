@@ -19,7 +19,7 @@ from .api import (
     ShardingStrategy,
 )
 from .engine.agreement.process_groups import groups_in_words, is_first_of, resolve_groups
-from .engine.base import _torch
+from .engine.base import _dynamo, _torch
 from .engine.config.arguments import as_fsdp1, check_arguments
 from .engine.facade.fsdp1_compat import FSDP1Names
 from .engine.facade.gradients_api import GradientControls
@@ -194,7 +194,7 @@ class FullyShardedDataParallel(FSDP1Names, GradientControls, ScheduleControls, S
         set by `mixed_precision`. Returns the module's result.
         """
         if torch.compiler.is_compiling():
-            _torch.stay_out_of_graphs()
+            _dynamo.stay_out_of_graphs()
         if loading.UNDER_WAY in self.__dict__:
             loading.forget(self)
         module: Any = self._modules["_fsdp_wrapped_module"]  # apply_activation_checkpointing replaces it

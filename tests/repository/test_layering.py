@@ -76,7 +76,8 @@ DISTRIBUTED = PROGRAMS | {
 }
 ACCELERATOR = frozenset({"engine/device/streams"})
 # The last puts our names where programs look for torch's, private modules of FSDP2 among them.
-PRIVATE_TORCH = frozenset({"engine/base/_torch", "engine/base/_dtensor", "engine/base/_functorch", "as_torch"})
+SHIMS = {f"engine/base/{each}" for each in ("_torch", "_dtensor", "_dynamo", "_functorch")}
+PRIVATE_TORCH = frozenset({*SHIMS, "as_torch"})
 AUTOGRAD_HOOKS = frozenset({"engine/base/autograd", "engine/base/_torch"})
 TORCH_FSDP = frozenset({"as_torch"})
 

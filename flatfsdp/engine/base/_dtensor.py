@@ -4,7 +4,7 @@ that module takes seconds, which only models with DTensors should pay."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import repeat
 from operator import attrgetter
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from . import _torch
-from .fqns import COMPILED
 
 REASONS = {
     "device_mesh.DeviceMesh._concatenate": "parameters that are split by data and by tensor parallelism have the "
@@ -209,22 +208,6 @@ def dtensor_of_rows(rows: torch.Tensor, whole: torch.Tensor, process_group: Any,
     placements = [*[Replicate()] * (mesh.ndim - 1), placement]
     stride = whole.contiguous().stride()
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
-
-
-# The callback that torch.compile runs for each frame; None if the caller is not part of a compiled function.
-_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` was compiled, in place or in a module around it."""
-    return module._compiled_call_impl is not None or COMPILED in module._modules
-
-
-def is_compiled_around() -> bool:
-    """Whether the caller runs inside a compiled function; it is itself excluded from the compilation."""
-    if torch.compiler.is_compiling():
-        _torch.stay_out_of_graphs()
-    return callable(_compiler())
 
 
 def as_of_torch(value: Any) -> Any:

@@ -338,18 +338,20 @@ def profiler_runs() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """A context in which a profiler records nothing on this thread: for collectives that may outlive the profiler.
+def unrecorded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, of which a profiler records nothing: for collectives that may outlive the profiler.
 
     gloo's thread ends the record of a collective, also in the freed memory of a profiler that has been stopped.
     """
-    switch: Any = torch._C._autograd._enable_record_function if profiler_runs() else lambda on: None
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        torch._C._autograd._enable_record_function(False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch._C._autograd._enable_record_function(True)
+
+    return run
 
 
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -589,12 +591,3 @@ def muon_functions() -> tuple[Callable[..., torch.Tensor], Callable[..., Any]]:
     name of the adjustment, shape)."""
     muon: Any = torch.optim._muon
     return muon._zeropower_via_newtonschulz, muon._adjust_lr
-
-
-def stay_out_of_graphs() -> None:
-    """Let torch.compile skip flatfsdp's own functions, and compile the modules that they call."""
-    # The public way excludes one function at a time; the engine has hundreds. Imported here, since the import takes
-    # seconds, and has already happened if anything was compiled.
-    from torch._dynamo import trace_rules
-
-    trace_rules.add("flatfsdp")

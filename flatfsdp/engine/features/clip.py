@@ -26,7 +26,7 @@ from torch import nn
 from ...api import check_bool
 from ...errors import ConfigTypeError, ConfigValueError, NonFiniteError, UsageError, current_rank, warn
 from ..agreement.agreement import agreement_of
-from ..base import _torch
+from ..base import _dynamo, _torch
 from ..base._dtensor import is_dtensor, locals_of
 from ..comm.transport import Transport
 from ..flat.flat_param import FlatParamHandle
@@ -401,7 +401,7 @@ def _total(torchs_own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def _leave_graph() -> None:
     """End a graph that torch.compile traces: which models are alive, and which tensors are theirs, is no constant."""
     if torch.compiler.is_compiling():
-        _torch.stay_out_of_graphs()
+        _dynamo.stay_out_of_graphs()
 
 
 def _listed(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

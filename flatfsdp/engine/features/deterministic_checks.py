@@ -14,7 +14,7 @@ import torch
 
 from ...errors import UsageError, few, label_of, warn_once
 from ..agreement.checksums import checksum
-from ..base._dtensor import is_compiled, is_compiled_around
+from ..base._dynamo import is_compiled, is_compiled_around
 from ..base.events import Observer
 from ..device.streams import Device
 from ..guards import optimizer_hooks

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...errors import UsageError, is_new
 from ..agreement.once_per_job import warn_once_per_job
-from ..base import _dtensor
+from ..base import _dtensor, _dynamo
 from ..base.overrides import Override
 from ..flat.faces import adoptions
 from ..flat.flat_param import FlatParamHandle
@@ -183,7 +183,7 @@ def wholes_of(optimizer: torch.optim.Optimizer) -> StatesOfWholes | None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _dtensor.is_compiled_around():
+    if _dynamo.is_compiled_around():
         for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
             if _dtensor.is_dtensor(parameter.grad):
                 parameter.grad = _dtensor.as_of_torch(parameter.grad)

@@ -47,8 +47,8 @@ def all_reduce_now(axis: Transport, tensor: torch.Tensor, *, maximum: bool = Fal
 def start_maximum(axis: Transport, tensor: torch.Tensor) -> Work:
     """Start to replace `tensor`, of bytes, by its maximum over ranks, which may end at any later time. Collective."""
     axis.comm_stats.log("scalar", tensor.nbytes)
-    with _torch.unrecorded():
-        work: Work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group.process_group, async_op=True)
+    start = _torch.unrecorded(dist.all_reduce) if _torch.profiler_runs() else dist.all_reduce
+    work: Work = start(tensor, op=dist.ReduceOp.MAX, group=axis.group.process_group, async_op=True)
     return work
 
 
