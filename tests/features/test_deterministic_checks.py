@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
 import flatfsdp
-from flatfsdp import FullyShardedDataParallel, errors
+from flatfsdp import FullyShardedDataParallel, MixedPrecision, errors
 from flatfsdp.engine.features.deterministic_sums import DeterministicSums
 from flatfsdp.engine.models.rest import outermost_model
 from flatfsdp.errors import FlatFSDPWarning, UsageError
@@ -55,6 +56,14 @@ class Normalizing(Averaging):
         return nn.functional.batch_norm(self.layer(x), self.mean, self.variance, training=True)
 
 
+class Rolling(Averaging):
+    """Replaces a buffer by the same values in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = torch.roll(self.mean, 1) if self.mean.any() else torch.arange(5.0)
+        return self.layer(x) - self.mean  # type: ignore[no-any-return]
+
+
 class Caching(Averaging):
     """Fills a buffer in the first forward."""
 
@@ -82,8 +91,7 @@ def trained(model: nn.Module, count: int) -> None:
         (Replacing, "mean"),
         (lambda: parametrizations.spectral_norm(nn.Linear(5, 5)), r"parametrizations.weight.0._u, .*_v"),
         (Normalizing, "mean, variance"),
-        (partial(nn.BatchNorm1d, 5), "running_mean, running_var, num_batches_tracked"),
-        (lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "running_mean, running_var"),
+        (Rolling, "mean"),
     ],
 )
 def test_a_forward_that_writes_to_buffers_is_refused(build: Any, name: str) -> None:
@@ -100,6 +108,41 @@ def test_caches_and_writes_between_steps_are_permitted() -> None:
         trained(model, 1)
         net.mean.add_(1)
         trained(model, 3)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(5), nn.InstanceNorm1d(2, affine=True, track_running_stats=True)])
+def test_norms_that_update_statistics_are_refused_before_they_do(norm: nn.Module) -> None:
+    with fake_world(1), pytest.raises(UsageError, match="'1' updates statistics of the batches"):
+        trained(wrapped(nn.Sequential(nn.Linear(5, 5), norm)), 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of these kinds
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        lambda: torch.tensor(math.nan),
+        lambda: torch.zeros(0),
+        lambda: torch.ones(3, dtype=torch.bool),
+    ],
+    ids=["quantized", "sparse", "rows", "conjugate", "NaN", "empty", "bool"],
+)
+def test_buffers_of_any_kind_that_nobody_writes_to_are_permitted(build: Callable[[], Tensor]) -> None:
+    with fake_world(1):
+        net = nn.Sequential(nn.Linear(5, 5))
+        net.register_buffer("held", build())
+        trained(wrapped(net), 3)
+
+
+def test_buffers_that_are_cast_for_forwards_are_permitted() -> None:
+    with fake_world(1):
+        net = Averaging()
+        net.forward = lambda x: net.layer(x) - net.mean  # type: ignore[method-assign]
+        precision = MixedPrecision(reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+        trained(wrapped(net, mixed_precision=precision), 3)
 
 
 def test_norms_that_only_read_their_statistics_are_permitted() -> None:
@@ -151,7 +194,7 @@ def test_a_switch_that_is_set_later_is_refused() -> None:
         trained(model, 1)
         with (
             torch.backends.cudnn.flags(enabled=True, benchmark=True),
-            pytest.raises(UsageError, match=r"cudnn.benchmark=True, and did so with torch .* first ran"),
+            pytest.raises(UsageError, match=r"cudnn.benchmark=True, and did so with torch .* in its first micro"),
         ):
             trained(model, 1)
         trained(model, 1)
@@ -161,6 +204,8 @@ def test_a_switch_may_be_set_for_all_forwards() -> None:
     """And not for their backwards, or for evaluations."""
     with fake_world(1):
         model = wrapped(nn.Linear(5, 5))
+        with torch.no_grad():
+            model(torch.ones(2, 5))
         for index in range(2):
             with flatfsdp.microbatch(index, of=2):
                 with sdpa_kernel(SDPBackend.MATH):

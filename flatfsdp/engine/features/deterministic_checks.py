@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ...errors import UsageError, few, label_of, warn_once
-from ..agreement.checksums import checksum
 from ..base._dynamo import is_compiled, is_compiled_around
 from ..base.events import Observer
 from ..device.streams import Device
@@ -53,6 +52,9 @@ def kernels_of(device: Device) -> str:
     return ", ".join(facts)
 
 
+NORMS: Any = torch.nn.InstanceNorm1d.mro()[2]  # the base of batch and instance norms, which has no public name
+
+
 @lru_cache(maxsize=1)
 def _processor() -> str:
     """The model of this machine's processor, as far as the system names it."""
@@ -88,6 +90,12 @@ def check_units(units: Sequence[Unit]) -> None:
             f"deterministic_sums=True: SyncBatchNorm ({few(synchronized)}) normalizes a batch of all ranks, so a "
             "microbatch has other outputs on another number of ranks. Use GroupNorm or LayerNorm"
         )
+    if updated := [name for name, each in modules.items() if _updates_statistics(each)]:
+        raise UsageError(
+            f"deterministic_sums=True: {few(list(map(label_of, updated)))} updates statistics of the batches that its "
+            "rank has seen, which are others on another number of ranks. Use GroupNorm or LayerNorm, or "
+            "track_running_stats=False, or put it into eval()"
+        )
     if is_compiled_around() or any(map(is_compiled, modules.values())):
         warn_once(
             "deterministic sums of compiled modules",
@@ -95,6 +103,10 @@ def check_units(units: Sequence[Unit]) -> None:
             "are the same on any number of ranks if the kernels are: let all jobs compile with the same versions, "
             "options and shapes, and without max_autotune, which chooses kernels by their times",
         )
+
+
+def _updates_statistics(module: torch.nn.Module) -> bool:
+    return isinstance(module, NORMS) and module.training and module.track_running_stats
 
 
 def _check_unit(unit: Unit, *, alone: bool) -> None:
@@ -154,13 +166,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 class WrittenBuffers(Observer):
     """Refuses forwards that write to buffers: these would follow from the microbatches of one rank.
 
-    The first forward may fill caches. It compares buffers before and after the second one, also what is in them, since
-    not all writes are counted (not those of `torch.nn.functional.batch_norm`), and then leaves: what begins later is
-    not seen.
+    The first forward may fill caches. It compares what is in buffers before and after the second one, since not all
+    writes are counted (not those of `torch.nn.functional.batch_norm`), and some that are change nothing (as casts of
+    buffers that are taken back). Then it leaves: what begins later is not seen.
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[int, int]] | None = None
+        self._before: dict[str, torch.Tensor | tuple[int, int]] | None = None
         self._forwards = 0
 
     def forward_begins(self, unit: Unit, inputs: Any, *, outermost: bool) -> None:
@@ -172,16 +184,29 @@ class WrittenBuffers(Observer):
         if not outermost or self._before is None:
             return
         before, after, self._before = self._before, _buffers_of(unit), None
-        model_of(unit).observers.remove(self)
-        if written := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        if written := [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]:
             raise UsageError(
                 f"deterministic_sums=True: a forward writes to buffers ({few(written)}), which then follow from the "
                 "microbatches of this rank, and are others on another number of ranks. Use modules without such "
                 "buffers, as GroupNorm, LayerNorm or BatchNorm with track_running_stats=False or in eval(), or write "
                 "to them between steps, alike on all ranks"
             )
+        model_of(unit).observers.remove(self)
 
 
-def _buffers_of(unit: Unit) -> dict[str, tuple[int, int]]:
-    """The versions of the buffers, and their checksums, by name."""
-    return {name: (each._version, checksum(each)) for entry in unit.entries for name, each in entry.named_buffers()}
+def _buffers_of(unit: Unit) -> dict[str, torch.Tensor | tuple[int, int]]:
+    """By name what is in the buffers, in bytes; of those that are no plain tensors, the object and its version."""
+    return {name: _contents(each) for entry in unit.entries for name, each in entry.named_buffers()}
+
+
+def _contents(buffer: torch.Tensor) -> torch.Tensor | tuple[int, int]:
+    is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.device.type != "meta"
+    if is_plain and not (buffer.is_quantized or buffer.is_nested):
+        return buffer.detach().resolve_conj().resolve_neg().reshape(-1).clone().view(torch.uint8)
+    return id(buffer), 0 if buffer.is_inference() else buffer._version
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

@@ -66,7 +66,6 @@ class DeterministicSums(Observer):
     # -- setup -------------------------------------------------------------------------------------------------------
 
     def setup_begins(self, units: Sequence[Unit]) -> None:
-        self._kernels = kernels_of(self._model.resources.device)
         check_units(units)
         for grads in (grads for unit in units for grads in unit.grads):
             grads.carried = BlockSums(grads, self.ledger)
@@ -77,10 +76,14 @@ class DeterministicSums(Observer):
     # -- a microbatch ------------------------------------------------------------------------------------------------
 
     def training_begins(self, units: Sequence[Unit]) -> None:
-        if running.value is not None and (kernels := kernels_of(self._model.resources.device)) != self._kernels:
+        if running.value is None:
+            return
+        kernels = kernels_of(self._model.resources.device)
+        self._kernels = self._kernels or kernels  # a switch may be set for microbatches alone
+        if kernels != self._kernels:
             self.ledger.refuse(
-                f"deterministic_sums=True: this rank computes with {kernels}, and did so with {self._kernels} when the "
-                "model first ran. Set threads and switches before, on all ranks alike"
+                f"deterministic_sums=True: this rank computes with {kernels}, and did so with {self._kernels} in its "
+                "first microbatch. Set threads and switches before, on all ranks alike"
             )
 
     def backward_reaches(self) -> None:
