@@ -38,6 +38,7 @@ from torch import nn
 from . import FullyShardedDataParallel, ShardedGradScaler, fsdp_module, wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .engine.config import fsdp1_mode, state_dict_configs
+from .engine.cpu.gloo import wait_at_exit
 from .engine.features.forward_methods import register_fsdp_forward_method
 from .engine.flat import flat_param
 from .engine.fully_shard.class_swap import swapped
@@ -200,6 +201,7 @@ def main() -> None:
     if not as_module:
         sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))  # like python, for imports from its folder
     install()
+    wait_at_exit()  # for programs that make no wrapper of ours, too: DDP on gloo may hang or abort as it exits
     before = registry.generation
     run = functools.partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path
     try:
