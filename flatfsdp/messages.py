@@ -13,12 +13,23 @@ import torch.distributed as dist
 from .engine.agreement import object_collectives
 from .engine.agreement.collective_calls import meet
 from .engine.agreement.object_collectives import description_of
+from .engine.base import _torch
 from .engine.base.plain_data import decode, encode, gathered
 from .engine.device.streams import accelerator
 from .engine.watchdog.regions import expecting
 from .engine.watchdog.termination import end_if_a_rank_is_lost as end_if_a_rank_is_lost
 
 T = TypeVar("T")
+
+
+def start_unrecorded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `collective`, asynchronous, which may end after a torch profiler has stopped: so it is not recorded.
+
+    A record that gloo ends later is written to memory that the profiler has freed. Collective as that is.
+    """
+    call = _torch.unrecorded(collective) if _torch.profiler_runs() else collective
+    found: T = call(*args, **kwargs)
+    return found
 
 
 def gather(value: Any, group: dist.ProcessGroup, *, call: str) -> list[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import collective_region
+from flatfsdp.messages import start_unrecorded
 from flatfsdp.trainer.data_loading import Microbatch, Step
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.model.fronts import without_reductions
@@ -180,7 +181,7 @@ def _requests_of_ranks(stop: StopRequest, world: RankContext) -> Callable[[], in
     """Send this rank's request to stop, if any, to all ranks while the next forward runs. Returned: a function that
     waits for the highest number of a request, or 0."""
     most = torch.tensor(float(stop.number), device=world.device)
-    work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
+    work = start_unrecorded(dist.all_reduce, most, dist.ReduceOp.MAX, async_op=True)
 
     def arrived() -> int:
         if work is not None:

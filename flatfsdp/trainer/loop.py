@@ -24,6 +24,7 @@ from torch import Tensor
 
 import flatfsdp
 from flatfsdp.elastic import Survived, survive
+from flatfsdp.messages import start_unrecorded
 from flatfsdp.trainer.data_loading import Step
 from flatfsdp.trainer.launch import RankContext
 from flatfsdp.trainer.optimizers import WarmupDecayLR
@@ -306,8 +307,8 @@ class MetricsReduction:
         self._sum = loss.clone()
         self._most = torch.tensor(own, dtype=loss.dtype).to(loss.device, non_blocking=True)
         works = (
-            dist.all_reduce(self._sum, async_op=True),
-            dist.all_reduce(self._most, dist.ReduceOp.MAX, async_op=True),
+            start_unrecorded(dist.all_reduce, self._sum, async_op=True),
+            start_unrecorded(dist.all_reduce, self._most, dist.ReduceOp.MAX, async_op=True),
         )
         self._works = [work for work in works if work is not None]
         self._norm = loss.new_empty(0) if grad_norm is None else grad_norm.detach().to(loss).view(1)

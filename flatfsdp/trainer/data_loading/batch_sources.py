@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatfsdp import collective_region
 from flatfsdp.errors import AgreementError, by_ranks, ranks_by_value, ranks_in_words
-from flatfsdp.messages import on_all_ranks
+from flatfsdp.messages import on_all_ranks, start_unrecorded
 from flatfsdp.trainer.process_group import EXCHANGE, LocalFailure, TrainerRanks
 
 from .sample_reader import DataError, StepPart
@@ -108,7 +108,8 @@ class DispatchedSource:
         own = torch.empty(size, dtype=torch.uint8)
         sent = [torch.nn.functional.pad(message, (0, size - message.numel())) for message in messages]
         group = self._ranks.host
-        work = dist.scatter(own, sent or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
+        first = dist.get_global_rank(group, 0)
+        work = start_unrecorded(dist.scatter, own, sent or None, src=first, group=group, async_op=True)
         return _PrefetchedStep(size, part=part, message=own if part is None else None, work=work, buffers=[own, *sent])
 
     def _read_ahead(self) -> tuple[StepPart | None, DataError | None, list[Tensor]]:
